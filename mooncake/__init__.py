@@ -1,0 +1,3 @@
+"""Mooncake: KVCache-centric, disaggregated serving of large language models."""
+
+__version__ = "0.1.0"

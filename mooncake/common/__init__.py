@@ -1,0 +1,1 @@
+"""Common ground of all packages. Imports nothing of ours."""
