@@ -1,0 +1,1 @@
+"""What both vLLM roles share: KV layout, stream protocol, host link, worker host."""
