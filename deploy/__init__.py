@@ -1,0 +1,1 @@
+"""Ways to run the whole: one machine, a simulation, containers."""

@@ -1,0 +1,51 @@
+"""Must show 1 again with torch.compile instead of eager execution: hooks still fire layer by layer, tokens are equal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy.testbed import PlainVLLM, Platform
+from mooncake.models import resolve_model
+from tests.e2e.client import complete, prompt_tokens, random_prompt
+
+COMPILED_ARGUMENTS = [
+    *("--model", "tiny", "--prefill", "1", "--decode", "1", "--dtype", "float32", "--no-enforce-eager"),
+    *("--kv-cache-bytes", str(64 << 20), "--max-model-len", "8192", "--store-bytes", str(64 << 20)),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Platform, PlainVLLM]]:
+    directory: Path = tmp_path_factory.mktemp("compiled")
+    platform = Platform(directory / "run", *COMPILED_ARGUMENTS)
+    plain = PlainVLLM(resolve_model("tiny"), directory / "plain.log", compile_model=True)
+    try:
+        plain.wait_ready()
+        platform.wait_ready()
+        yield platform, plain
+    finally:
+        plain.stop()
+        platform.stop()
+
+
+@pytest.mark.timeout(900)
+async def test_compiled_tokens_equal_plain(compiled: tuple[Platform, PlainVLLM], http: httpx.AsyncClient) -> None:
+    platform, plain = compiled
+    (decode,) = platform.names("decode")
+    lengths = (1, 31, 32, 33, 300, 1000, 5000)
+    prompts = [random_prompt(n, seed=n) for n in lengths]
+    mixed = [random_prompt(20 + 97 * i, seed=8000 + i) for i in range(20)]
+    expected = [await complete(http, plain.url, p) for p in prompts]
+    before = prompt_tokens(platform, decode)
+    got = [await complete(http, platform.url, p) for p in prompts]
+    assert [g.token_ids for g in got] == [e.token_ids for e in expected]
+    expected = await asyncio.gather(*(complete(http, plain.url, p) for p in mixed))
+    got = await asyncio.gather(*(complete(http, platform.url, p) for p in mixed))
+    assert [g.token_ids for g in got] == [e.token_ids for e in expected]
+    spent = prompt_tokens(platform, decode) - before
+    assert spent.local_compute <= len(prompts) + len(mixed)
