@@ -1,0 +1,1 @@
+"""Places every request: which prefill instance, which decoding instance, or an early rejection."""

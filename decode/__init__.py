@@ -1,0 +1,1 @@
+"""The decode role: the consumer half of the connector, block reservation and arrival tracking."""

@@ -1,0 +1,1 @@
+"""Models to try the platform with: a tiny random one, and a small real one."""

@@ -1,0 +1,1 @@
+"""The prefill role: the producer half of the connector, prefix loading and store writing."""

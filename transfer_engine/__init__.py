@@ -1,0 +1,1 @@
+"""Moves bytes between registered memories of processes and machines."""
