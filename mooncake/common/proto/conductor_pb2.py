@@ -24,47 +24,49 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%mooncake/common/proto/conductor.proto\x12\x15mooncake.conductor.v1\"\x9f\x02\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nblock_keys\x18\x03 \x01(\x0c\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x06 \x01(\r\x12\x12\n\nttft_slo_s\x18\x07 \x01(\x01\x12\x11\n\ttbt_slo_s\x18\x08 \x01(\x01\x12\x19\n\x11\x65xclude_instances\x18\t \x03(\t\x12\x13\n\x0bpin_prefill\x18\n \x01(\t\x12\x12\n\npin_decode\x18\x0b \x01(\t\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x15\n\rsingle_worker\x18\r \x01(\x08\"?\n\x08Instance\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x10\n\x08http_url\x18\x03 \x01(\t\"\x8c\x01\n\x08\x45stimate\x12\x12\n\ntransfer_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x04 \x01(\x01\x12\x14\n\x0cttft_error_s\x18\x05 \x01(\x01\x12\r\n\x05tbt_s\x18\x06 \x01(\x01\x12\x13\n\x0btbt_error_s\x18\x07 \x01(\x01\"\xd4\x01\n\tPlacement\x12\x30\n\x07prefill\x18\x01 \x01(\x0b\x32\x1f.mooncake.conductor.v1.Instance\x12/\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x1f.mooncake.conductor.v1.Instance\x12\x15\n\rprefix_tokens\x18\x03 \x01(\r\x12\x1a\n\x12pool_prefix_tokens\x18\x04 \x01(\r\x12\x31\n\x08\x65stimate\x18\x05 \x01(\x0b\x32\x1f.mooncake.conductor.v1.Estimate\"\x86\x01\n\tRejection\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x12\x31\n\x08\x65stimate\x18\x05 \x01(\x0b\x32\x1f.mooncake.conductor.v1.Estimate\"\x87\x01\n\rPlaceResponse\x12\x35\n\tplacement\x18\x01 \x01(\x0b\x32 .mooncake.conductor.v1.PlacementH\x00\x12\x35\n\trejection\x18\x02 \x01(\x0b\x32 .mooncake.conductor.v1.RejectionH\x00\x42\x08\n\x06result\"\xaa\x01\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x35\n\x04kind\x18\x02 \x01(\x0e\x32\'.mooncake.conductor.v1.RequestEventKind\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x0c\n\x04\x61t_s\x18\x04 \x01(\x01\x12\x15\n\routput_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"D\n\rReportRequest\x12\x33\n\x06\x65vents\x18\x01 \x03(\x0b\x32#.mooncake.conductor.v1.RequestEvent\"\x10\n\x0eReportResponse\"P\n\rPrefillSample\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\"?\n\x0c\x44\x65\x63odeSample\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x01\x12\x11\n\tkv_tokens\x18\x02 \x01(\x01\x12\r\n\x05tbt_s\x18\x03 \x01(\x01\"\x86\x03\n\x0cWorkerReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05roles\x18\x04 \x03(\t\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\x10\n\x08snapshot\x18\x06 \x01(\x08\x12\x0e\n\x06stored\x18\x07 \x01(\x0c\x12\x0f\n\x07removed\x18\x08 \x01(\x0c\x12\x0f\n\x07running\x18\t \x01(\r\x12\x0f\n\x07waiting\x18\n \x01(\r\x12\x10\n\x08kv_usage\x18\x0b \x01(\x01\x12\x1a\n\x12kv_capacity_tokens\x18\x0c \x01(\x04\x12=\n\x0fprefill_samples\x18\r \x03(\x0b\x32$.mooncake.conductor.v1.PrefillSample\x12;\n\x0e\x64\x65\x63ode_samples\x18\x0e \x03(\x0b\x32#.mooncake.conductor.v1.DecodeSample\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x12\n\nblock_size\x18\x10 \x01(\r\"4\n\tWorkerAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\rwant_snapshot\x18\x02 \x01(\x08\"\x0f\n\rStatusRequest\"\xd3\x01\n\x0eInstanceStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05roles\x18\x04 \x03(\t\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x10\n\x08kv_usage\x18\x07 \x01(\x01\x12\x13\n\x0bheld_blocks\x18\x08 \x01(\x04\x12\x0f\n\x07queue_s\x18\t \x01(\x01\x12\x14\n\x0creport_age_s\x18\n \x01(\x01\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\"\xa6\x01\n\x0eStatusResponse\x12\x38\n\tinstances\x18\x01 \x03(\x0b\x32%.mooncake.conductor.v1.InstanceStatus\x12\x1c\n\x14placements_in_flight\x18\x02 \x01(\x04\x12\x14\n\x0cplaced_total\x18\x03 \x01(\x04\x12\x16\n\x0erejected_total\x18\x04 \x01(\x04\x12\x0e\n\x06leader\x18\x05 \x01(\x08*\x8b\x01\n\x10RequestEventKind\x12\x1d\n\x19REQUEST_EVENT_UNSPECIFIED\x10\x00\x12\x13\n\x0fPREFILL_STARTED\x10\x01\x12\x14\n\x10PREFILL_FINISHED\x10\x02\x12\x0f\n\x0b\x46IRST_TOKEN\x10\x03\x12\x0c\n\x08\x46INISHED\x10\x04\x12\x0e\n\nLEG_FAILED\x10\x05\x32\xe2\x02\n\tConductor\x12R\n\x05Place\x12#.mooncake.conductor.v1.PlaceRequest\x1a$.mooncake.conductor.v1.PlaceResponse\x12U\n\x06Report\x12$.mooncake.conductor.v1.ReportRequest\x1a%.mooncake.conductor.v1.ReportResponse\x12S\n\x06\x41ttach\x12#.mooncake.conductor.v1.WorkerReport\x1a .mooncake.conductor.v1.WorkerAck(\x01\x30\x01\x12U\n\x06Status\x12$.mooncake.conductor.v1.StatusRequest\x1a%.mooncake.conductor.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%mooncake/common/proto/conductor.proto\x12\x15mooncake.conductor.v1\"\xb2\x02\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nblock_keys\x18\x03 \x01(\x0c\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x06 \x01(\r\x12\x12\n\nttft_slo_s\x18\x07 \x01(\x01\x12\x11\n\ttbt_slo_s\x18\x08 \x01(\x01\x12\x19\n\x11\x65xclude_instances\x18\t \x03(\t\x12\x13\n\x0bpin_prefill\x18\n \x01(\t\x12\x12\n\npin_decode\x18\x0b \x01(\t\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x15\n\rsingle_worker\x18\r \x01(\x08\x12\x11\n\telapsed_s\x18\x0e \x01(\x01\"?\n\x08Instance\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x10\n\x08http_url\x18\x03 \x01(\t\"\x8c\x01\n\x08\x45stimate\x12\x12\n\ntransfer_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x04 \x01(\x01\x12\x14\n\x0cttft_error_s\x18\x05 \x01(\x01\x12\r\n\x05tbt_s\x18\x06 \x01(\x01\x12\x13\n\x0btbt_error_s\x18\x07 \x01(\x01\"\xe6\x01\n\tPlacement\x12\x30\n\x07prefill\x18\x01 \x01(\x0b\x32\x1f.mooncake.conductor.v1.Instance\x12/\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x1f.mooncake.conductor.v1.Instance\x12\x15\n\rprefix_tokens\x18\x03 \x01(\r\x12\x1a\n\x12pool_prefix_tokens\x18\x04 \x01(\r\x12\x31\n\x08\x65stimate\x18\x05 \x01(\x0b\x32\x1f.mooncake.conductor.v1.Estimate\x12\x10\n\x08\x64\x65graded\x18\x06 \x01(\x08\"\x86\x01\n\tRejection\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x12\x31\n\x08\x65stimate\x18\x05 \x01(\x0b\x32\x1f.mooncake.conductor.v1.Estimate\"\x87\x01\n\rPlaceResponse\x12\x35\n\tplacement\x18\x01 \x01(\x0b\x32 .mooncake.conductor.v1.PlacementH\x00\x12\x35\n\trejection\x18\x02 \x01(\x0b\x32 .mooncake.conductor.v1.RejectionH\x00\x42\x08\n\x06result\"\xaa\x01\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x35\n\x04kind\x18\x02 \x01(\x0e\x32\'.mooncake.conductor.v1.RequestEventKind\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x0c\n\x04\x61t_s\x18\x04 \x01(\x01\x12\x15\n\routput_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"D\n\rReportRequest\x12\x33\n\x06\x65vents\x18\x01 \x03(\x0b\x32#.mooncake.conductor.v1.RequestEvent\"\x10\n\x0eReportResponse\"P\n\rPrefillSample\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\"?\n\x0c\x44\x65\x63odeSample\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x01\x12\x11\n\tkv_tokens\x18\x02 \x01(\x01\x12\r\n\x05tbt_s\x18\x03 \x01(\x01\",\n\nLoadSample\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0e\n\x06load_s\x18\x02 \x01(\x01\"\xd1\x03\n\x0cWorkerReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05roles\x18\x04 \x03(\t\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\x10\n\x08snapshot\x18\x06 \x01(\x08\x12\x0e\n\x06stored\x18\x07 \x01(\x0c\x12\x0f\n\x07removed\x18\x08 \x01(\x0c\x12\x0f\n\x07running\x18\t \x01(\r\x12\x0f\n\x07waiting\x18\n \x01(\r\x12\x10\n\x08kv_usage\x18\x0b \x01(\x01\x12\x1a\n\x12kv_capacity_tokens\x18\x0c \x01(\x04\x12=\n\x0fprefill_samples\x18\r \x03(\x0b\x32$.mooncake.conductor.v1.PrefillSample\x12;\n\x0e\x64\x65\x63ode_samples\x18\x0e \x03(\x0b\x32#.mooncake.conductor.v1.DecodeSample\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x12\n\nblock_size\x18\x10 \x01(\r\x12\x10\n\x08http_url\x18\x11 \x01(\t\x12\x37\n\x0cload_samples\x18\x12 \x03(\x0b\x32!.mooncake.conductor.v1.LoadSample\"4\n\tWorkerAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\rwant_snapshot\x18\x02 \x01(\x08\"\x0f\n\rStatusRequest\"\x9d\x02\n\x0eInstanceStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05roles\x18\x04 \x03(\t\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x10\n\x08kv_usage\x18\x07 \x01(\x01\x12\x13\n\x0bheld_blocks\x18\x08 \x01(\x04\x12\x0f\n\x07queue_s\x18\t \x01(\x01\x12\x14\n\x0creport_age_s\x18\n \x01(\x01\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x10\n\x08\x61ttached\x18\x0c \x01(\x08\x12\x0f\n\x07suspect\x18\r \x01(\x08\x12\x13\n\x0b\x65vents_seen\x18\x0e \x01(\x04\x12\x10\n\x08http_url\x18\x0f \x01(\t\"\xa6\x01\n\x0eStatusResponse\x12\x38\n\tinstances\x18\x01 \x03(\x0b\x32%.mooncake.conductor.v1.InstanceStatus\x12\x1c\n\x14placements_in_flight\x18\x02 \x01(\x04\x12\x14\n\x0cplaced_total\x18\x03 \x01(\x04\x12\x16\n\x0erejected_total\x18\x04 \x01(\x04\x12\x0e\n\x06leader\x18\x05 \x01(\x08*\x8b\x01\n\x10RequestEventKind\x12\x1d\n\x19REQUEST_EVENT_UNSPECIFIED\x10\x00\x12\x13\n\x0fPREFILL_STARTED\x10\x01\x12\x14\n\x10PREFILL_FINISHED\x10\x02\x12\x0f\n\x0b\x46IRST_TOKEN\x10\x03\x12\x0c\n\x08\x46INISHED\x10\x04\x12\x0e\n\nLEG_FAILED\x10\x05\x32\xe2\x02\n\tConductor\x12R\n\x05Place\x12#.mooncake.conductor.v1.PlaceRequest\x1a$.mooncake.conductor.v1.PlaceResponse\x12U\n\x06Report\x12$.mooncake.conductor.v1.ReportRequest\x1a%.mooncake.conductor.v1.ReportResponse\x12S\n\x06\x41ttach\x12#.mooncake.conductor.v1.WorkerReport\x1a .mooncake.conductor.v1.WorkerAck(\x01\x30\x01\x12U\n\x06Status\x12$.mooncake.conductor.v1.StatusRequest\x1a%.mooncake.conductor.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mooncake.common.proto.conductor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REQUESTEVENTKIND']._serialized_start=2308
-  _globals['_REQUESTEVENTKIND']._serialized_end=2447
+  _globals['_REQUESTEVENTKIND']._serialized_start=2540
+  _globals['_REQUESTEVENTKIND']._serialized_end=2679
   _globals['_PLACEREQUEST']._serialized_start=65
-  _globals['_PLACEREQUEST']._serialized_end=352
-  _globals['_INSTANCE']._serialized_start=354
-  _globals['_INSTANCE']._serialized_end=417
-  _globals['_ESTIMATE']._serialized_start=420
-  _globals['_ESTIMATE']._serialized_end=560
-  _globals['_PLACEMENT']._serialized_start=563
-  _globals['_PLACEMENT']._serialized_end=775
-  _globals['_REJECTION']._serialized_start=778
-  _globals['_REJECTION']._serialized_end=912
-  _globals['_PLACERESPONSE']._serialized_start=915
-  _globals['_PLACERESPONSE']._serialized_end=1050
-  _globals['_REQUESTEVENT']._serialized_start=1053
-  _globals['_REQUESTEVENT']._serialized_end=1223
-  _globals['_REPORTREQUEST']._serialized_start=1225
-  _globals['_REPORTREQUEST']._serialized_end=1293
-  _globals['_REPORTRESPONSE']._serialized_start=1295
-  _globals['_REPORTRESPONSE']._serialized_end=1311
-  _globals['_PREFILLSAMPLE']._serialized_start=1313
-  _globals['_PREFILLSAMPLE']._serialized_end=1393
-  _globals['_DECODESAMPLE']._serialized_start=1395
-  _globals['_DECODESAMPLE']._serialized_end=1458
-  _globals['_WORKERREPORT']._serialized_start=1461
-  _globals['_WORKERREPORT']._serialized_end=1851
-  _globals['_WORKERACK']._serialized_start=1853
-  _globals['_WORKERACK']._serialized_end=1905
-  _globals['_STATUSREQUEST']._serialized_start=1907
-  _globals['_STATUSREQUEST']._serialized_end=1922
-  _globals['_INSTANCESTATUS']._serialized_start=1925
-  _globals['_INSTANCESTATUS']._serialized_end=2136
-  _globals['_STATUSRESPONSE']._serialized_start=2139
-  _globals['_STATUSRESPONSE']._serialized_end=2305
-  _globals['_CONDUCTOR']._serialized_start=2450
-  _globals['_CONDUCTOR']._serialized_end=2804
+  _globals['_PLACEREQUEST']._serialized_end=371
+  _globals['_INSTANCE']._serialized_start=373
+  _globals['_INSTANCE']._serialized_end=436
+  _globals['_ESTIMATE']._serialized_start=439
+  _globals['_ESTIMATE']._serialized_end=579
+  _globals['_PLACEMENT']._serialized_start=582
+  _globals['_PLACEMENT']._serialized_end=812
+  _globals['_REJECTION']._serialized_start=815
+  _globals['_REJECTION']._serialized_end=949
+  _globals['_PLACERESPONSE']._serialized_start=952
+  _globals['_PLACERESPONSE']._serialized_end=1087
+  _globals['_REQUESTEVENT']._serialized_start=1090
+  _globals['_REQUESTEVENT']._serialized_end=1260
+  _globals['_REPORTREQUEST']._serialized_start=1262
+  _globals['_REPORTREQUEST']._serialized_end=1330
+  _globals['_REPORTRESPONSE']._serialized_start=1332
+  _globals['_REPORTRESPONSE']._serialized_end=1348
+  _globals['_PREFILLSAMPLE']._serialized_start=1350
+  _globals['_PREFILLSAMPLE']._serialized_end=1430
+  _globals['_DECODESAMPLE']._serialized_start=1432
+  _globals['_DECODESAMPLE']._serialized_end=1495
+  _globals['_LOADSAMPLE']._serialized_start=1497
+  _globals['_LOADSAMPLE']._serialized_end=1541
+  _globals['_WORKERREPORT']._serialized_start=1544
+  _globals['_WORKERREPORT']._serialized_end=2009
+  _globals['_WORKERACK']._serialized_start=2011
+  _globals['_WORKERACK']._serialized_end=2063
+  _globals['_STATUSREQUEST']._serialized_start=2065
+  _globals['_STATUSREQUEST']._serialized_end=2080
+  _globals['_INSTANCESTATUS']._serialized_start=2083
+  _globals['_INSTANCESTATUS']._serialized_end=2368
+  _globals['_STATUSRESPONSE']._serialized_start=2371
+  _globals['_STATUSRESPONSE']._serialized_end=2537
+  _globals['_CONDUCTOR']._serialized_start=2682
+  _globals['_CONDUCTOR']._serialized_end=3036
 # @@protoc_insertion_point(module_scope)

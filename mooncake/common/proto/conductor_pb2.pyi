@@ -23,7 +23,7 @@ FINISHED: RequestEventKind
 LEG_FAILED: RequestEventKind
 
 class PlaceRequest(_message.Message):
-    __slots__ = ("request_id", "model", "block_keys", "block_size", "prompt_tokens", "max_output_tokens", "ttft_slo_s", "tbt_slo_s", "exclude_instances", "pin_prefill", "pin_decode", "priority", "single_worker")
+    __slots__ = ("request_id", "model", "block_keys", "block_size", "prompt_tokens", "max_output_tokens", "ttft_slo_s", "tbt_slo_s", "exclude_instances", "pin_prefill", "pin_decode", "priority", "single_worker", "elapsed_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class PlaceRequest(_message.Message):
     PIN_DECODE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SINGLE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     block_keys: bytes
@@ -50,7 +51,8 @@ class PlaceRequest(_message.Message):
     pin_decode: str
     priority: int
     single_worker: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., block_keys: _Optional[bytes] = ..., block_size: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., ttft_slo_s: _Optional[float] = ..., tbt_slo_s: _Optional[float] = ..., exclude_instances: _Optional[_Iterable[str]] = ..., pin_prefill: _Optional[str] = ..., pin_decode: _Optional[str] = ..., priority: _Optional[int] = ..., single_worker: _Optional[bool] = ...) -> None: ...
+    elapsed_s: float
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., block_keys: _Optional[bytes] = ..., block_size: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., ttft_slo_s: _Optional[float] = ..., tbt_slo_s: _Optional[float] = ..., exclude_instances: _Optional[_Iterable[str]] = ..., pin_prefill: _Optional[str] = ..., pin_decode: _Optional[str] = ..., priority: _Optional[int] = ..., single_worker: _Optional[bool] = ..., elapsed_s: _Optional[float] = ...) -> None: ...
 
 class Instance(_message.Message):
     __slots__ = ("name", "instance_id", "http_url")
@@ -81,18 +83,20 @@ class Estimate(_message.Message):
     def __init__(self, transfer_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., ttft_error_s: _Optional[float] = ..., tbt_s: _Optional[float] = ..., tbt_error_s: _Optional[float] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("prefill", "decode", "prefix_tokens", "pool_prefix_tokens", "estimate")
+    __slots__ = ("prefill", "decode", "prefix_tokens", "pool_prefix_tokens", "estimate", "degraded")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POOL_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ESTIMATE_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
     prefill: Instance
     decode: Instance
     prefix_tokens: int
     pool_prefix_tokens: int
     estimate: Estimate
-    def __init__(self, prefill: _Optional[_Union[Instance, _Mapping]] = ..., decode: _Optional[_Union[Instance, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., pool_prefix_tokens: _Optional[int] = ..., estimate: _Optional[_Union[Estimate, _Mapping]] = ...) -> None: ...
+    degraded: bool
+    def __init__(self, prefill: _Optional[_Union[Instance, _Mapping]] = ..., decode: _Optional[_Union[Instance, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., pool_prefix_tokens: _Optional[int] = ..., estimate: _Optional[_Union[Estimate, _Mapping]] = ..., degraded: _Optional[bool] = ...) -> None: ...
 
 class Rejection(_message.Message):
     __slots__ = ("status", "reason", "message", "retry_after_s", "estimate")
@@ -162,8 +166,16 @@ class DecodeSample(_message.Message):
     tbt_s: float
     def __init__(self, batch: _Optional[float] = ..., kv_tokens: _Optional[float] = ..., tbt_s: _Optional[float] = ...) -> None: ...
 
+class LoadSample(_message.Message):
+    __slots__ = ("tokens", "load_s")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    load_s: float
+    def __init__(self, tokens: _Optional[int] = ..., load_s: _Optional[float] = ...) -> None: ...
+
 class WorkerReport(_message.Message):
-    __slots__ = ("name", "instance_id", "model", "roles", "sequence", "snapshot", "stored", "removed", "running", "waiting", "kv_usage", "kv_capacity_tokens", "prefill_samples", "decode_samples", "draining", "block_size")
+    __slots__ = ("name", "instance_id", "model", "roles", "sequence", "snapshot", "stored", "removed", "running", "waiting", "kv_usage", "kv_capacity_tokens", "prefill_samples", "decode_samples", "draining", "block_size", "http_url", "load_samples")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +192,8 @@ class WorkerReport(_message.Message):
     DECODE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HTTP_URL_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     name: str
     instance_id: str
     model: str
@@ -196,7 +210,9 @@ class WorkerReport(_message.Message):
     decode_samples: _containers.RepeatedCompositeFieldContainer[DecodeSample]
     draining: bool
     block_size: int
-    def __init__(self, name: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., sequence: _Optional[int] = ..., snapshot: _Optional[bool] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_samples: _Optional[_Iterable[_Union[PrefillSample, _Mapping]]] = ..., decode_samples: _Optional[_Iterable[_Union[DecodeSample, _Mapping]]] = ..., draining: _Optional[bool] = ..., block_size: _Optional[int] = ...) -> None: ...
+    http_url: str
+    load_samples: _containers.RepeatedCompositeFieldContainer[LoadSample]
+    def __init__(self, name: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., sequence: _Optional[int] = ..., snapshot: _Optional[bool] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_samples: _Optional[_Iterable[_Union[PrefillSample, _Mapping]]] = ..., decode_samples: _Optional[_Iterable[_Union[DecodeSample, _Mapping]]] = ..., draining: _Optional[bool] = ..., block_size: _Optional[int] = ..., http_url: _Optional[str] = ..., load_samples: _Optional[_Iterable[_Union[LoadSample, _Mapping]]] = ...) -> None: ...
 
 class WorkerAck(_message.Message):
     __slots__ = ("sequence", "want_snapshot")
@@ -211,7 +227,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InstanceStatus(_message.Message):
-    __slots__ = ("name", "instance_id", "model", "roles", "running", "waiting", "kv_usage", "held_blocks", "queue_s", "report_age_s", "draining")
+    __slots__ = ("name", "instance_id", "model", "roles", "running", "waiting", "kv_usage", "held_blocks", "queue_s", "report_age_s", "draining", "attached", "suspect", "events_seen", "http_url")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +239,10 @@ class InstanceStatus(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     REPORT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_SEEN_FIELD_NUMBER: _ClassVar[int]
+    HTTP_URL_FIELD_NUMBER: _ClassVar[int]
     name: str
     instance_id: str
     model: str
@@ -234,7 +254,11 @@ class InstanceStatus(_message.Message):
     queue_s: float
     report_age_s: float
     draining: bool
-    def __init__(self, name: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., held_blocks: _Optional[int] = ..., queue_s: _Optional[float] = ..., report_age_s: _Optional[float] = ..., draining: _Optional[bool] = ...) -> None: ...
+    attached: bool
+    suspect: bool
+    events_seen: int
+    http_url: str
+    def __init__(self, name: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., held_blocks: _Optional[int] = ..., queue_s: _Optional[float] = ..., report_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., attached: _Optional[bool] = ..., suspect: _Optional[bool] = ..., events_seen: _Optional[int] = ..., http_url: _Optional[str] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("instances", "placements_in_flight", "placed_total", "rejected_total", "leader")
