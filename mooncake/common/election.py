@@ -166,18 +166,25 @@ class Elections:
 
     # --- what etcd says ---
 
-    async def snapshot(self, found: dict[str, KeyValue]) -> None:
+    def snapshot(self, found: dict[str, KeyValue]) -> None:
+        """Learns everything that etcd holds below our prefixes."""
         elections = {k.removeprefix(self._leaders_prefix) for k in found if k.startswith(self._leaders_prefix)}
-        for election in elections | set(self._known) | set(self._held):
-            held = found.get(self._leaders_prefix + election)
-            self.event(self._leaders_prefix + election, held)
-            leadership = self._held.get(election)
-            if leadership is None:
-                continue
+        for election in sorted(elections | set(self._known) | set(self._held)):
+            self.event(self._leaders_prefix + election, found.get(self._leaders_prefix + election))
+
+    async def repair(self, found: dict[str, KeyValue]) -> None:
+        """Puts back the keys of leaderships that we hold. `found` may be slightly old: each write is conditional."""
+        for election, leadership in list(self._held.items()):
+            key = self._leaders_prefix + election
+            held = found.get(key)
+            mine = msgspec.json.encode(leadership.record)
             if held is None:
                 await self._take_again(leadership)
-            elif held.lease != self._session.lease_id:  # ours, but under a lease that we no longer keep alive
-                await self._session.put(self._leaders_prefix + election, held.value)
+            elif held.value == mine and held.lease != self._session.lease_id:  # a lease that nobody keeps alive
+                await self._session.transact(
+                    [KVService.txn_compare_value(key, mine)],
+                    [KVService.txn_op_put(key, mine, lease=self._session.lease_id)],
+                )
 
     def event(self, key: str, held: KeyValue | None) -> None:
         if not key.startswith(self._leaders_prefix):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 from etcd3aio import Etcd3Client, EtcdError, prefix_range_end
+from etcd3aio.kv import KVService
 
 from mooncake.common.errors import ConfigError
 from mooncake.common.net import format_address, parse_address
@@ -64,7 +65,8 @@ class EtcdSession:
         self._resync = asyncio.Event()
         self._client: Any = None  # Etcd3Client: its services are Optional until connected
         self._task: asyncio.Task[None] | None = None
-        self._revision = 0
+        self._listed = 0  # revision of the last snapshot
+        self._watched = 0  # revision of the last event
         self.lease_id = 0
         self.generation = asyncio.Condition()  # notified after each snapshot and event: campaigns wait here
 
@@ -114,18 +116,14 @@ class EtcdSession:
             claimed.add(key)
         return True
 
-    async def delete(self, key: str, *, last_value: bytes | None = None) -> bool:
-        """Deletes; watchers see `last_value` just before."""
+    async def retire(self, key: str, value: bytes, last_value: bytes) -> None:
+        """Deletes the key if it still holds `value`; watchers see `last_value` just before."""
         if not self.connected:
-            return False
-        try:
-            if last_value is not None:
-                await self._client.kv.put(key, last_value, lease=self.lease_id, timeout=1.0, max_attempts=1)
-            await self._client.kv.delete(key, timeout=1.0, max_attempts=1)
-        except _FAILURES as error:
-            _log.info("etcd delete failed", extra={"fields": {"key": key, "error": _text(error)}})
-            return False
-        return True
+            return
+        if await self.transact(
+            [KVService.txn_compare_value(key, value)], [KVService.txn_op_put(key, last_value, lease=self.lease_id)]
+        ):
+            await self.transact([KVService.txn_compare_value(key, last_value)], [KVService.txn_op_delete(key)])
 
     async def transact(self, compare: list[Any], success: list[Any]) -> bool | None:
         """Whether the comparison held and `success` was applied; None when etcd did not answer (the outcome is
@@ -176,12 +174,13 @@ class EtcdSession:
         client: Any = Etcd3Client(await self._resolved(), rpc_max_attempts=1)
         await client.connect()
         self._client = client
+        self._listed = self._watched = 0
         if not self.lease_id or not await self._keep_alive():
             granted = await client.lease.grant(ttl=self._ttl_s, timeout=self._timeout_s)
             self.lease_id = granted.ID
         await self._list()
         self._connected.set()
-        _log.info("etcd connected", extra={"fields": {"lease": f"{self.lease_id:x}", "revision": self._revision}})
+        _log.info("etcd connected", extra={"fields": {"lease": f"{self.lease_id:x}", "revision": self._listed}})
 
     async def _resolved(self) -> list[str]:
         """etcd3aio takes IPv4 addresses only, so names are resolved here, anew for each connection."""
@@ -228,31 +227,37 @@ class EtcdSession:
                 await asyncio.wait_for(self._resync.wait(), _RESYNC_EVERY_S)
                 await asyncio.sleep(0.1)  # a burst of requests is one list
             self._resync.clear()
-            before = self._revision
             await self._list()
-            if self._revision < before:
-                raise SessionLost("etcd's revision went back: its data are new")
 
     async def _list(self) -> None:
-        answer = await self._client.kv.get(
-            self._prefix, range_end=prefix_range_end(self._prefix), timeout=self._timeout_s, max_attempts=1
-        )
+        """Hands over everything. Repeated when the watch overtook it; later events that it covers are dropped."""
+        while True:
+            seen = self._watched
+            answer = await self._client.kv.get(
+                self._prefix, range_end=prefix_range_end(self._prefix), timeout=self._timeout_s, max_attempts=1
+            )
+            if answer.header.revision < seen:
+                raise SessionLost("etcd's revision went back: its data are new")
+            if answer.header.revision >= self._watched:
+                break
+        self._listed = answer.header.revision
         found = {kv.key.decode(): KeyValue(kv.value, kv.lease, kv.create_revision) for kv in answer.kvs}
-        self._revision = answer.header.revision
         await self._on_snapshot(found)
         await self._notify()
 
     async def _watch(self) -> None:
         async for response in self._client.watch.watch(
-            self._prefix, range_end=prefix_range_end(self._prefix), start_revision=self._revision + 1
+            self._prefix, range_end=prefix_range_end(self._prefix), start_revision=self._listed + 1
         ):
             if response.canceled or response.compact_revision:
                 raise SessionLost(f"watch cancelled: {response.cancel_reason or 'compacted'}")
             for event in response.events:
+                if event.kv.mod_revision <= self._listed:
+                    continue
                 deleted = event.type == event.DELETE
                 held = None if deleted else KeyValue(event.kv.value, event.kv.lease, event.kv.create_revision)
+                self._watched = event.kv.mod_revision
                 self._on_event(event.kv.key.decode(), held)
-            self._revision = max(self._revision, response.header.revision)
             await self._notify()
         raise SessionLost("watch ended")
 

@@ -107,13 +107,9 @@ class Registry:
 
     async def _leave(self, key: str) -> None:
         value = self._own.pop(key, None)
-        if value is None:
-            return
-        held = self._picture.get(key)
-        mine = _decode(value)
-        if held is not None and held.instance_id != mine.instance_id:
-            return  # a new self has replaced us
-        await self._session.delete(key, last_value=msgspec.json.encode(msgspec.structs.replace(mine, leaving=True)))
+        if value is not None:  # only if it still is ours: a new self may have replaced us
+            last = msgspec.json.encode(msgspec.structs.replace(_decode(value), leaving=True))
+            await self._session.retire(key, value, last)
 
     # --- the picture ---
 
@@ -153,9 +149,6 @@ class Registry:
         """Everything below the prefix, at (re)connection and now and then: own keys are repaired, the picture is
         compared.
         """
-        for key, value in list(self._own.items()):
-            if self._needs_writing(key, value, found.get(key)):
-                await self._session.put(key, value, claimed=self._claimed)
         start = self._prefix + "instances/"
         for key, held in found.items():
             if key.startswith(start):
@@ -163,7 +156,12 @@ class Registry:
         for key in list(self._picture):
             if key not in found:
                 self._event(key, None)
-        await self._elections.snapshot(found)
+        self._elections.snapshot(found)
+        # From here on things are awaited, and `found` may be behind the events.
+        for key, value in list(self._own.items()):
+            if self._needs_writing(key, value, found.get(key)):
+                await self._session.put(key, value, claimed=self._claimed)
+        await self._elections.repair(found)
 
     def _needs_writing(self, key: str, value: bytes, held: KeyValue | None) -> bool:
         if held is None:
