@@ -18,7 +18,7 @@ def cache_dir() -> Path:
     return Path(base) / "mooncake" / "models"
 
 
-def build_once(target: Path, build: Callable[[Path], None]) -> Path:
+def build_once(target: Path, build: Callable[[Path], object]) -> Path:
     """Return `target`, calling `build(empty_folder)` first if it is missing.
 
     The folder appears under its name only when complete, so a killed build leaves nothing that looks like a model, and

@@ -61,11 +61,7 @@ def cached_tiny(layers: int = 4, seed: int = 0) -> Path:
     """The model's folder in the cache, made on first use."""
     made_by = f"py{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}-torch{version('torch')}"
     name = f"tiny-v{TINY_VERSION}-{layers}layers-seed{seed}-{made_by}"
-
-    def build(folder: Path) -> None:
-        make_tiny(folder, layers, seed)
-
-    return build_once(cache_dir() / name, build)
+    return build_once(cache_dir() / name, lambda folder: make_tiny(folder, layers, seed))
 
 
 def _train_tokenizer() -> PreTrainedTokenizerFast:
