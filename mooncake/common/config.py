@@ -171,7 +171,8 @@ def _validated(struct: type[T], values: dict[str, Any], origin: dict[str, str]) 
         try:
             values[name] = msgspec.convert(value, field.type, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{origin[name]}: {error} (got {value!r})") from error
+            text = str(error).replace(", got `str`", "")
+            raise ConfigError(f"{origin[name]}: {text} (got {value!r})") from error
     return struct(**values)
 
 
