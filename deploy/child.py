@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from deploy.etcd import is_listening
-from deploy.processes import family, kill
+from deploy.processes import Process, end, family, kill
 from mooncake.common.errors import MooncakeError
 from mooncake.common.role import READY_PREFIX, parse_ready
 
@@ -45,6 +45,7 @@ class ChildSpec:
     host: str = "127.0.0.1"
     start_timeout_s: float = 600.0
     stop_grace_s: float = 3.0
+    family_grace_s: float = 2.0  # what it started may end by itself for so long after it
 
 
 class Child:
@@ -124,14 +125,15 @@ class Child:
                 process.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), self.spec.stop_grace_s if grace_s is None else grace_s)
-        kill(members | family([process.pid], [process.pid]))
+        members |= family([process.pid], [process.pid])
+        kill(p for p in members if p.pid == process.pid)
+        await end(members, self.spec.family_grace_s)
         await process.wait()
         self.enter("stopped")
 
-    def kill_group(self) -> None:
-        """After its end: nothing of its process group may go on."""
-        if self._process is not None:
-            kill(family([], [self._process.pid]))
+    def relatives(self) -> set[Process]:
+        """After its end: what is left of its process group."""
+        return family([], [self._process.pid]) if self._process is not None else set()
 
     def _tail(self) -> str:
         lines = self.last_log_lines(20)

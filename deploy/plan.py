@@ -25,6 +25,7 @@ CLUSTER = "local"
 STOP_ORDER = ("gateway", "prefill", "decode", "conductor", "store-node", "store-master", "etcd")
 _GATEWAY_GRACE_S = 4.0
 _WORKER_GRACE_S = 6.0
+_WORKER_DRAIN_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ def make_plan(
         )
 
     worker = _known(_worker_values(config, model_dir, model), worker_options)
+
+    def of_worker(index: int) -> dict[str, Any]:
+        """Workers share the store nodes evenly as their near one."""
+        local = {"store_local_segment": f"store-node-{index % config.store_nodes}"} if config.store_nodes else {}
+        return worker | _known(local, worker_options)
+
     etcd_spec = ChildSpec(
         name="etcd",
         role="etcd",
@@ -100,8 +107,8 @@ def make_plan(
     masters = [role("store-master", 0, ports.take(), {})] if nodes else []
     control = [role("conductor", 0, ports.take(), {}), *masters]
     workers = [
-        role(kind, i, ports.take(), worker, _WORKER_GRACE_S)
-        for kind, count in (("prefill", config.prefill), ("decode", config.decode))
+        role(kind, i, ports.take(), of_worker(i + first), _WORKER_GRACE_S)
+        for kind, count, first in (("prefill", config.prefill, 0), ("decode", config.decode, config.prefill))
         for i in range(count)
     ]
     gateway_port = config.port or ports.take()
@@ -125,7 +132,11 @@ def _worker_values(config: UpConfig, model_dir: Path, model: str) -> dict[str, A
     values: dict[str, Any] = {
         "model": str(model_dir),
         "served_model_name": model,
-        "kv_cache_bytes": config.kv_cache_bytes,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "tool_call_parser": config.tool_call_parser,
+        "workers_on_machine": config.prefill + config.decode,
+        "drain_timeout_s": _WORKER_DRAIN_S,
+        "stop_timeout_s": _WORKER_GRACE_S - _WORKER_DRAIN_S - 1,
         "enforce_eager": config.enforce_eager,
     }
     optional = {"dtype": config.dtype, "max_model_len": config.max_model_len, "block_size": config.block_size}

@@ -6,10 +6,12 @@ of our own children are ever signalled. Does not know: roles. Linux only.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -78,6 +80,14 @@ def kill(processes: Iterable[Process], number: signal.Signals = signal.SIGKILL) 
         if alive(process):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, number)
+
+
+async def end(processes: Iterable[Process], grace_s: float) -> None:
+    """Gives those that are about to end by themselves (an engine's guard cleans up) a moment, then kills the rest."""
+    left, deadline = list(processes), time.monotonic() + grace_s
+    while (left := [p for p in left if alive(p)]) and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    kill(left)
 
 
 def become_subreaper() -> None:

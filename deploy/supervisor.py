@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from deploy.child import Child, ChildSpec, StartFailed, describe_exit
-from deploy.processes import adopted, become_subreaper, kill, reap_adopted
+from deploy.processes import adopted, become_subreaper, end, kill, reap_adopted
 from deploy.watchdog import Watchdog
 
 _BACKOFF_FIRST_S = 0.5
@@ -82,7 +82,7 @@ class Supervisor:
             status = await child.wait_end()
             if self._stopping:
                 return
-            self._clean_after(child)
+            await self._clean_after(child)
             if time.monotonic() - ready_at > _HEALTHY_AFTER_S:
                 backoff_s = _BACKOFF_FIRST_S
             reason = describe_exit(status)
@@ -100,16 +100,16 @@ class Supervisor:
                 except StartFailed as error:
                     reason = str(error).splitlines()[0].removeprefix(child.spec.name + " ").partition(";")[0]
                     await child.stop()
-                    self._clean_after(child)
+                    await self._clean_after(child)
             self._say(f"{child.spec.name} is ready again")
             self._on_change()
 
-    def _clean_after(self, child: Child) -> None:
+    async def _clean_after(self, child: Child) -> None:
         """What the dead process started must not go on: its group, and orphans that left the group."""
-        child.kill_group()
         self._guard()
         pids = {c.pid for c in self.children.values() if c.pid}
-        kill(adopted(pids | {self._watchdog.pid}, pids | {self._watchdog.pid}))
+        pids.add(self._watchdog.pid)
+        await end(child.relatives() | adopted(pids, pids), child.spec.family_grace_s)
 
     async def _reap(self) -> None:
         while True:

@@ -26,6 +26,7 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: Annotated[int, _help("KVCache of each worker", ge=1 << 20)] = 256 << 20
     max_model_len: Annotated[int, _help("longest prompt and answer together; 0: the model's", ge=0)] = 0
     block_size: Annotated[int, _help("tokens of an engine block; 0: the worker's default", ge=0)] = 0
+    tool_call_parser: Annotated[str, _help("vLLM's --tool-call-parser; empty: no tool calls")] = "hermes"
     enforce_eager: Annotated[bool, _help("no torch.compile: quick to start, slower to run")] = True
     run_dir: Annotated[str, _help("where logs and state go; empty: .run here, or a temporary folder")] = ""
     start_timeout_s: Annotated[float, _help("a role must be ready within", gt=0)] = 600.0

@@ -20,7 +20,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-GRACE_S = 8.0
+GRACE_S = 6.0
+ROOTS_FIRST_S = 2.0
 
 
 class Watchdog:
@@ -54,7 +55,7 @@ class Watchdog:
         self.guard(())
         with contextlib.suppress(OSError):
             self._pipe.close()
-        self._process.wait(GRACE_S + 5)
+        self._process.wait(GRACE_S + ROOTS_FIRST_S + 5)
 
 
 def _watch(processes: Any) -> None:
@@ -67,9 +68,14 @@ def _watch(processes: Any) -> None:
         return
     left = processes.family(groups, groups)
     processes.kill([p for p in left if p.pid in groups], signal.SIGTERM)
+    roots = [p for p in left if p.pid in groups]
     deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and any(processes.alive(p) for p in left):
+    while time.monotonic() < deadline and any(processes.alive(p) for p in roots):
         left |= processes.family([p.pid for p in left if processes.alive(p)], groups)
+        time.sleep(0.1)
+    processes.kill(roots)
+    deadline = time.monotonic() + ROOTS_FIRST_S  # an engine's guard cleans up when its host is gone
+    while time.monotonic() < deadline and any(processes.alive(p) for p in left):
         time.sleep(0.1)
     processes.kill(left)
 

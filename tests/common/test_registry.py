@@ -228,3 +228,21 @@ async def test_leader_that_missed_an_election_steps_down(etcd: Etcd) -> None:
         one._session.start()
         await asyncio.wait_for(old.lost.wait(), 5)
         assert not new.lost.is_set() and one.leader("conductor") == new.record
+
+
+async def test_compaction_while_cut_off(etcd: Etcd) -> None:
+    """Events that compaction swallowed during an outage are found by the new list."""
+    async with member(etcd) as one, member(etcd) as two, member(etcd) as admin:
+        await one.register(worker("a"))
+        await one.register(worker("b"))
+        await until(lambda: len(two.instances("worker")) == 2)
+        two._session._task.cancel()  # type: ignore[union-attr]
+        await one.deregister("worker", "a")
+        for i in range(20):
+            await one.register(worker("b", turn=i))
+        revision = (await admin._session.read("/none"))[1]  # type: ignore[index]
+        await admin._session._client.kv.compact(revision, physical=True, timeout=5)
+        two._session._task = None
+        two._session.start()
+        await until(lambda: list(two.instances("worker")) == ["b"])
+        await until(lambda: two.instances("worker")["b"].info == {"turn": 19})

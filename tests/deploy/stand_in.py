@@ -42,7 +42,9 @@ async def main(path: str, broken: str) -> int:
 
     def spec(name: str, role: str) -> ChildSpec:
         command = [sys.executable, "-c", ROLE, name, broken]
-        return ChildSpec(name, role, command, run_dir.logs / f"{name}.log", start_timeout_s=20, stop_grace_s=1)
+        return ChildSpec(
+            name, role, command, run_dir.logs / f"{name}.log", start_timeout_s=20, stop_grace_s=1, family_grace_s=0.2
+        )
 
     stages = [[spec("conductor-0", "conductor")], [spec("prefill-0", "prefill"), spec("decode-0", "decode")]]
     plan = Plan("http://127.0.0.1:9", [], "secret", "tiny", stages)

@@ -14,7 +14,7 @@ from deploy.up_config import UpConfig
 from mooncake.cli import main
 from mooncake.common.errors import ConfigError
 
-WORKER = frozenset({"model", "served_model_name", "kv_cache_bytes", "enforce_eager", "dtype", "max_model_len"})
+WORKER = frozenset({"model", "served_model_name", "kv_cache_memory_bytes", "enforce_eager", "dtype", "max_model_len"})
 
 
 def plan(tmp_path: Path, **options: object) -> Plan:
@@ -51,7 +51,7 @@ def test_worker_options_and_secrets(tmp_path: Path) -> None:
     worker = next(s for stage in made.stages for s in stage if s.name == "prefill-0")
     text = " ".join(worker.command)
     assert f"--model {tmp_path / 'model'} --served-model-name tiny" in text
-    assert "--dtype float32" in text and "--no-enforce-eager" in text and "--kv-cache-bytes 67108864" in text
+    assert "--dtype float32" in text and "--no-enforce-eager" in text and "--kv-cache-memory-bytes 67108864" in text
     assert "--max-model-len" not in text  # left to the worker
     assert "--block-size" not in text  # the worker has no such option
     assert made.cluster_token not in text and worker.environment["MOONCAKE_CLUSTER_TOKEN"] == made.cluster_token
