@@ -26,7 +26,7 @@ from mooncake.gateway.legs import EngineRejected, LegFailed
 from mooncake.gateway.metrics import GatewayMetrics
 from mooncake.gateway.openai import Call, Route, single_prompt
 from mooncake.gateway.parity import Parity
-from mooncake.gateway.placement import Placed, Placer, Wish
+from mooncake.gateway.placement import Placed, Placer, Rejected, Wish
 from mooncake.gateway.render import Rendered, RenderJob
 from mooncake.gateway.sink import Sink
 from mooncake.gateway.tokenizer_pool import TokenizerPool, too_long
@@ -77,6 +77,7 @@ class RequestLife:
         self._arrived_s = time.monotonic()
         self._deadline_s = self._arrived_s + parts.config.request_deadline_s
         self._placed_once = False
+        self._last_failure: LegFailed | None = None
         self._usage = UsageSeen()
         self._chunks = 0
 
@@ -161,9 +162,7 @@ class RequestLife:
         """An attempt whose first bytes are here. Raises what ends the request: LegFailed when no retry is left."""
         failed: set[str] = set()
         for left in range(self._parts.config.max_retries, -1, -1):
-            with self._stage("place"):
-                placed = await self._parts.placer.place(self._wish(prompt), frozenset(failed))
-            self._placed_once = True
+            placed = await self._place(prompt, frozenset(failed))
             attempt = self._attempt(placed, prompt)
             try:
                 with self._stage("decode" if attempt.prefill is None else "prefill"):
@@ -171,6 +170,7 @@ class RequestLife:
                 return attempt
             except LegFailed as failure:
                 attempt.close()
+                self._last_failure = failure
                 if not left:
                     raise
                 self._failed(failure)
@@ -180,6 +180,17 @@ class RequestLife:
                 attempt.close()
                 raise
         raise AssertionError("unreachable")
+
+    async def _place(self, prompt: Rendered | None, failed: frozenset[str]) -> Placed:
+        try:
+            with self._stage("place"):
+                placed = await self._parts.placer.place(self._wish(prompt), failed)
+        except Rejected:
+            if self._last_failure is not None and not self._last_failure.counts:
+                raise self._last_failure from None  # not a lack of capacity: this request fails wherever it goes
+            raise
+        self._placed_once = True
+        return placed
 
     def _wish(self, prompt: Rendered | None) -> Wish:
         call, asked = self._call, self._asked

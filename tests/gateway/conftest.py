@@ -26,10 +26,15 @@ TOKEN = "cluster-token"
 
 
 class InlinePool(TokenizerPool):
-    """The real jobs, in a thread: a process a test would cost seconds."""
+    """The real jobs, in a thread (one at a time, as in a process): a process a test would cost seconds."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._one = asyncio.Lock()
 
     async def _run(self, slot: _Slot, function: Callable[..., T], arguments: tuple[Any, ...], size: int, limit_s: float) -> T:
-        return await asyncio.to_thread(function, *arguments)
+        async with self._one:
+            return await asyncio.to_thread(function, *arguments)
 
 
 async def eventually(what: str, probe: Callable[[], object], timeout_s: float = 5.0) -> None:

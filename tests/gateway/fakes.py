@@ -170,7 +170,7 @@ class FakeWorker:
         return {
             "id": "cmpl-" + request.headers["X-Request-Id"],
             "object": "text_completion",
-            "model": body["model"],
+            "model": body.get("model"),
             "choices": [{"index": 0, "text": "".join(self.words), "finish_reason": "stop"}],
             "usage": self._usage(len(self.words)),
             "kv_transfer_params": {"secret": 1},
