@@ -205,6 +205,11 @@ class Conductor:
             self.fleet.not_computed(charge.request_id)
         self.fleet.tick(now)
 
+    def begin_term(self, now: float) -> None:
+        """This Conductor leads from now on: what it placed in an earlier term has been reported to somebody else."""
+        for charge in list(self._charges):
+            self._end(charge.request_id, now)
+
     # --- looking inside ---
 
     @property

@@ -62,6 +62,11 @@ class Fleet:
         """Different block keys that anyone holds."""
         return len(self._index)
 
+    @property
+    def dropped_keys(self) -> int:
+        """Keys that were told and not kept, for want of room."""
+        return self._index.dropped_keys
+
     # --- expecting blocks ---
 
     def expect(self, request: PlaceRequest, instance_id: InstanceId, until_s: float) -> None:

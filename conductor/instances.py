@@ -41,6 +41,7 @@ class Instance:
     needs_snapshot: bool = True
     last_report_s: float | None = None
     events_seen: int = 0
+    prefills_seen: int = 0
 
     queue: PrefillQueue = field(default_factory=PrefillQueue)
     load: DecodeLoad = field(default_factory=DecodeLoad)
@@ -77,6 +78,7 @@ class Instance:
         self.attached, self.suspect_since_s = True, None
         self.last_report_s = now
         self.events_seen += len(report.stored) + len(report.removed)
+        self.prefills_seen += len(report.prefill_samples)
         ours = self.load.sequences + len(self.queue)
         self.foreign = max(0, report.running + report.waiting - ours)
         self.foreign_waiting = max(0, report.waiting - ours)

@@ -9,8 +9,13 @@ Knows: keys and instance ids. Does not know: tokens, models (keys of two models 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from itertools import repeat
+from operator import and_
 
 from mooncake.common.ids import BlockKey, InstanceId
+
+_CHUNK = 128
 
 
 class PrefixIndex:
@@ -74,21 +79,32 @@ class PrefixIndex:
             self._clear(key, bit)
 
     def match(self, keys: Sequence[BlockKey], among: Sequence[InstanceId]) -> dict[InstanceId, int]:
-        """For each of `among`, how many leading `keys` it holds. Costs O(keys + instances)."""
+        """For each of `among`, how many leading `keys` it holds. Costs O(keys + instances).
+
+        Runs of keys that everybody left in the race holds are passed a chunk at a time, without a Python step a key.
+        """
         lengths = dict.fromkeys(among, 0)
         alive = 0
         for instance_id in among:
             alive |= self._bit.get(instance_id, 0)
-        holders = self._holders
-        for depth, key in enumerate(keys):
+        look_up = self._holders.get
+        for start in range(0, len(keys), _CHUNK):
             if not alive:
                 return lengths
-            still = holders.get(key, 0) & alive
+            bits = list(map(look_up, keys[start : start + _CHUNK], repeat(0)))
+            if reduce(and_, bits, alive) != alive:
+                alive = self._walk(bits, start, alive, lengths)
+        self._settle(alive, len(keys), lengths)
+        return lengths
+
+    def _walk(self, holders: Sequence[int], start: int, alive: int, lengths: dict[InstanceId, int]) -> int:
+        """Who is still alive after one chunk; those who fell out get their length."""
+        for depth, bits in enumerate(holders, start):
+            still = bits & alive
             if still != alive:
                 self._settle(alive ^ still, depth, lengths)
                 alive = still
-        self._settle(alive, len(keys), lengths)
-        return lengths
+        return alive
 
     def _settle(self, bits: int, depth: int, lengths: dict[InstanceId, int]) -> None:
         while bits:
