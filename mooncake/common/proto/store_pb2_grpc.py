@@ -59,6 +59,11 @@ class StoreMasterStub:
                 request_serializer=mooncake_dot_common_dot_proto_dot_store__pb2.GetStartRequest.SerializeToString,
                 response_deserializer=mooncake_dot_common_dot_proto_dot_store__pb2.GetStartResponse.FromString,
                 _registered_method=True)
+        self.RenewLease = channel.unary_unary(
+                '/mooncake.store.v1.StoreMaster/RenewLease',
+                request_serializer=mooncake_dot_common_dot_proto_dot_store__pb2.RenewLeaseRequest.SerializeToString,
+                response_deserializer=mooncake_dot_common_dot_proto_dot_store__pb2.RenewLeaseResponse.FromString,
+                _registered_method=True)
         self.GetEnd = channel.unary_unary(
                 '/mooncake.store.v1.StoreMaster/GetEnd',
                 request_serializer=mooncake_dot_common_dot_proto_dot_store__pb2.GetEndRequest.SerializeToString,
@@ -90,7 +95,7 @@ class StoreMasterServicer:
     """Missing associated documentation comment in .proto file."""
 
     def MountSegment(self, request, context):
-        """A node tells its segment and, after a new master, everything it holds. Repeated as heartbeat.
+        """A node tells its segment and everything it holds: at its start, to a new master, or when a heartbeat asks for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,6 +123,12 @@ class StoreMasterServicer:
     def GetStart(self, request, context):
         """replicas under a read lease
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewLease(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -182,6 +193,11 @@ def add_StoreMasterServicer_to_server(servicer, server):
                     servicer.GetStart,
                     request_deserializer=mooncake_dot_common_dot_proto_dot_store__pb2.GetStartRequest.FromString,
                     response_serializer=mooncake_dot_common_dot_proto_dot_store__pb2.GetStartResponse.SerializeToString,
+            ),
+            'RenewLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewLease,
+                    request_deserializer=mooncake_dot_common_dot_proto_dot_store__pb2.RenewLeaseRequest.FromString,
+                    response_serializer=mooncake_dot_common_dot_proto_dot_store__pb2.RenewLeaseResponse.SerializeToString,
             ),
             'GetEnd': grpc.unary_unary_rpc_method_handler(
                     servicer.GetEnd,
@@ -355,6 +371,33 @@ class StoreMaster:
             _registered_method=True)
 
     @staticmethod
+    def RenewLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mooncake.store.v1.StoreMaster/RenewLease',
+            mooncake_dot_common_dot_proto_dot_store__pb2.RenewLeaseRequest.SerializeToString,
+            mooncake_dot_common_dot_proto_dot_store__pb2.RenewLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetEnd(request,
             target,
             options=(),
@@ -479,6 +522,127 @@ class StoreMaster:
             '/mooncake.store.v1.StoreMaster/Status',
             mooncake_dot_common_dot_proto_dot_store__pb2.StoreStatusRequest.SerializeToString,
             mooncake_dot_common_dot_proto_dot_store__pb2.StoreStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class StoreNodeStub:
+    """What a writer tells the node whose memory it writes. Answers matter (a notification's acknowledgement would only say
+    "queued"): no byte is written before BeginPut has answered 0, so a node never reports bytes that are being overwritten.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.BeginPut = channel.unary_unary(
+                '/mooncake.store.v1.StoreNode/BeginPut',
+                request_serializer=mooncake_dot_common_dot_proto_dot_store__pb2.BeginPutRequest.SerializeToString,
+                response_deserializer=mooncake_dot_common_dot_proto_dot_store__pb2.BeginPutResponse.FromString,
+                _registered_method=True)
+        self.EndPut = channel.unary_unary(
+                '/mooncake.store.v1.StoreNode/EndPut',
+                request_serializer=mooncake_dot_common_dot_proto_dot_store__pb2.EndPutRequest.SerializeToString,
+                response_deserializer=mooncake_dot_common_dot_proto_dot_store__pb2.EndPutResponse.FromString,
+                _registered_method=True)
+
+
+class StoreNodeServicer:
+    """What a writer tells the node whose memory it writes. Answers matter (a notification's acknowledgement would only say
+    "queued"): no byte is written before BeginPut has answered 0, so a node never reports bytes that are being overwritten.
+    """
+
+    def BeginPut(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndPut(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_StoreNodeServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'BeginPut': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginPut,
+                    request_deserializer=mooncake_dot_common_dot_proto_dot_store__pb2.BeginPutRequest.FromString,
+                    response_serializer=mooncake_dot_common_dot_proto_dot_store__pb2.BeginPutResponse.SerializeToString,
+            ),
+            'EndPut': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndPut,
+                    request_deserializer=mooncake_dot_common_dot_proto_dot_store__pb2.EndPutRequest.FromString,
+                    response_serializer=mooncake_dot_common_dot_proto_dot_store__pb2.EndPutResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'mooncake.store.v1.StoreNode', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('mooncake.store.v1.StoreNode', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class StoreNode:
+    """What a writer tells the node whose memory it writes. Answers matter (a notification's acknowledgement would only say
+    "queued"): no byte is written before BeginPut has answered 0, so a node never reports bytes that are being overwritten.
+    """
+
+    @staticmethod
+    def BeginPut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mooncake.store.v1.StoreNode/BeginPut',
+            mooncake_dot_common_dot_proto_dot_store__pb2.BeginPutRequest.SerializeToString,
+            mooncake_dot_common_dot_proto_dot_store__pb2.BeginPutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndPut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mooncake.store.v1.StoreNode/EndPut',
+            mooncake_dot_common_dot_proto_dot_store__pb2.EndPutRequest.SerializeToString,
+            mooncake_dot_common_dot_proto_dot_store__pb2.EndPutResponse.FromString,
             options,
             channel_credentials,
             insecure,
