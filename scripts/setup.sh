@@ -23,7 +23,7 @@ run_step() {
     shift 2
     say "$what ..."
     printf '\n$ %s\n' "$*" >>"$log"
-    if ! "$@" 2>&1 | tee -a "$log" | { grep --line-buffered -E '^ *(Downloading|Collecting) ' || true; }; then
+    if ! "$@" 2>&1 | tee -a "$log" | { grep --line-buffered -E '^ *Downloading ' || true; }; then
         tail -n 25 "$log" >&2
         die "$what (whole log: $log)" "$fix"
     fi
@@ -70,8 +70,9 @@ install_with_uv() {
 }
 
 install_with_pip() {
-    "$venv/bin/python" -m pip install "${requirements[@]}"
-    [[ $device != cpu ]] || "$venv/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec triton
+    # One chain: bash ignores errexit inside a function that is tested, as run_step tests this one.
+    "$venv/bin/python" -m pip install "${requirements[@]}" &&
+        { [[ $device != cpu ]] || "$venv/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec triton; }
 }
 
 # Cheap and telling: the distribution name that vLLM looks itself up by, the two packages that a wrong protobuf breaks,
@@ -120,7 +121,7 @@ network_fix="is the package registry reachable ('pip download --no-deps pip')? i
 if have_uv; then
     run_step "installing ${requirements[*]} (the first time: a minute on a fast line)" "$network_fix" install_with_uv
 else
-    say "uv cannot be had, using pip (about three minutes)"
+    say "uv cannot be had, using pip (several minutes)"
     run_step "installing ${requirements[*]}" "$network_fix" install_with_pip
 fi
 run_step "checking the installation" "remove the folder $venv and run this again" verify
