@@ -4,10 +4,12 @@ Line numbers in comments are the algorithm's, in short: 1 hash the prompt's bloc
 match; 4-23 for each prefill instance, 5 if best / own < threshold: 6-12 TTFT of own prefix, else 13-22 TTFT with the
 best prefix transferred; 24 select d; 25-27 over an SLO: reject; 28-30 transfer the prefix if best / p's > threshold; 31
 return (p, d).
-Two things differ, and why:
+Three things differ, and why:
 - A prefix that an instance lacks comes from the store pool, not from a peer's memory: no instance is a transfer source,
   and no more than `pool_prefix_tokens` can be had (lines 15 and 28).
 - A transfer that would not shorten this request's TTFT is not made (facts/simulation.md §6 d).
+- TTFTs that differ by less than the estimates' own noise decide nothing; then the plan that computes least wins. So a
+  burst of siblings waits for the first one's prefix where that is as fast as computing it again elsewhere.
 Knows: candidates, numbers about them, and estimators by name. Does not know: how estimates come about (estimators.py),
 who is a candidate (placement.py), what becomes of a rejection (admission.py).
 """
@@ -20,6 +22,10 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 I = TypeVar("I")  # noqa: E741 - the paper's letter for an instance
 I_contra = TypeVar("I_contra", contravariant=True)
+
+
+INDIFFERENCE = 0.05
+"""TTFTs that differ by this share count as equal: about the noise of one prefill."""
 
 
 class Estimators(Protocol[I_contra]):
@@ -90,7 +96,7 @@ def kvcache_centric_schedule(
     kvcache_balancing_threshold: float,
 ) -> Schedule[I]:
     """Picks (p, d). `prefill_pool` must not be empty; among equals its first wins. Does not mutate anything."""
-    best: PrefillPlan[I] | None = None  # line 2: TTFT <- inf, p <- none
+    options: list[PrefillPlan[I]] = []
     # line 3: FindBestPrefixMatch. The pool counts: it outlives the instance that computed the prefix.
     best_prefix_tokens = max(prompt.pool_prefix_tokens, *(c.prefix_tokens for c in prefill_pool), 0)
 
@@ -116,10 +122,8 @@ def kvcache_centric_schedule(
             reachable = min(best_prefix_tokens, prompt.pool_prefix_tokens)
             if reachable > candidate.prefix_tokens:
                 option = min(option, plan(candidate, reachable, queue_s), key=lambda each: each.ttft_s)
-        if best is None or option.ttft_s < best.ttft_s:  # lines 9 and 18: TTFT and p of the fastest
-            best = option
-    if best is None:
-        raise ValueError("the prefill pool is empty")
+        options.append(option)
+    best = _fastest(options)  # lines 2, 9-11 and 18-20: TTFT and p of the fastest
 
     decode = select_decoding_instance(best)  # line 24: d, TBT <- SelectDecodingInstance(D)
     rejected: list[Literal["ttft", "tbt"]] = []
@@ -129,3 +133,9 @@ def kvcache_centric_schedule(
         rejected.append("tbt")
     # lines 28-30, TransferKVCache: `loaded_tokens` tells p to load them from the pool.
     return Schedule(best, decode, tuple(rejected))  # line 31
+
+
+def _fastest(options: Sequence[PrefillPlan[I]]) -> PrefillPlan[I]:
+    """Least TTFT; among those that are as good as that, least computing; among equals the first."""
+    limit_s = min(each.ttft_s for each in options) * (1 + INDIFFERENCE)
+    return min((each for each in options if each.ttft_s <= limit_s), key=lambda each: each.prefill_s)

@@ -23,6 +23,8 @@ _SIGMA_PRIOR = 0.3
 _SIGMA_MIN = 0.005
 _SIGMA_MEMORY = 0.95
 _HUBER = 3.0
+_KEEP_AT_SURPRISE = 0.9
+"""A surprise may be the first of many: the past counts less, so that a machine that changed its speed is followed."""
 BAR_SIGMAS = 2.0
 """Half-width of an error bar in standard deviations."""
 
@@ -53,8 +55,9 @@ class OnlineFit:
             scale = max(self.predict(x), self._floor)
             weight = self._judge((y - scale) / scale)
         vector: _Matrix = np.asarray(x, dtype=np.float64) / scale
-        self._gram = self._gram * self._forgetting + weight * np.outer(vector, vector)
-        self._moment = self._moment * self._forgetting + weight * (y / scale) * vector
+        keep = self._forgetting if weight == 1.0 else _KEEP_AT_SURPRISE
+        self._gram = self._gram * keep + weight * np.outer(vector, vector)
+        self._moment = self._moment * keep + weight * (y / scale) * vector
         self.samples += 1
         self.last_at_s = now
         self._stale = True
