@@ -1,0 +1,89 @@
+"""Every number and switch of an engine, with its bound.
+
+Knows: defaults, limits and how to reject nonsense. Does not know: what the parts do with them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mooncake.common.errors import ConfigError
+
+MAX_IOV = 1024
+"""Linux' UIO_MAXIOV: pieces per system call, hence per slice."""
+
+MAX_NOTIFY_BYTES = 64 * 1024
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Immutable settings of one `TransferEngine`. Times in seconds, sizes in bytes. Raises ConfigError."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; IPv6 without brackets."""
+    port: int = 0
+    """0: the kernel picks one; `TransferEngine.address` tells."""
+    advertise_host: str = ""
+    """Host part of `address` when it is not the bound one (needed behind a wildcard bind)."""
+    name: str = ""
+    """Label for logs and thread names; no meaning."""
+    cluster_token: bytes = b""
+    """Shared secret of the handshake. Both sides must hold the same one."""
+    transports: tuple[str, ...] = ("local", "shm", "tcp")
+    """Allowed ways, in order of preference; a single one forces it. Also limits what peers may use towards us."""
+    shm_mapping: bool = True
+    """shm may map a peer's shared buffers; off: cross-memory attach only (tests, debugging)."""
+    allow_ptracer: bool = False
+    """Let every process of this user attach to us where Yama's ptrace_scope is 1 (PR_SET_PTRACER_ANY), so that
+    cross-memory attach works there."""
+
+    streams_per_peer: int = 2
+    """Parallel TCP data connections (and threads) per peer."""
+    copy_threads: int = 2
+    """Threads that run local and shm copies."""
+    slice_bytes: int = 4 << 20
+    """Largest slice: the unit of scheduling, of a TCP frame, and of cancelling."""
+    slice_min_bytes: int = 256 << 10
+    """A job is not cut into slices smaller than this."""
+    socket_buffer_bytes: int = 4 << 20
+    """SO_SNDBUF and SO_RCVBUF of data connections."""
+
+    max_peers: int = 256
+    """Open outgoing sessions."""
+    max_connections: int = 1024
+    """Accepted connections."""
+    max_batches: int = 4096
+    max_batch_requests: int = 1 << 20
+    max_regions: int = 65536
+    max_fences: int = 65536
+    notify_queue: int = 4096
+    """Undelivered notifications; a full queue refuses the sender's notification."""
+
+    connect_timeout_s: float = 2.0
+    """One dial with its handshake."""
+    idle_timeout_s: float = 60.0
+    """A data connection without work is closed after this; the next transfer dials again."""
+    stall_timeout_s: float = 2.0
+    """A peer that moves no byte for this long while we wait for it is down, whatever the batch's deadline."""
+    peer_rest_s: float = 0.5
+    """A down peer is not dialled again for this long; transfers to it fail at once."""
+    max_deadline_s: float = 600.0
+    """Upper bound of any `deadline_s`."""
+    fence_ttl_s: float = 900.0
+    """How long a cancelled group is remembered; above `max_deadline_s`, so nothing submitted before can outlive it."""
+    close_timeout_s: float = 2.5
+    max_retries: int = 2
+    """Resubmissions of one slice after a lost connection."""
+
+    def __post_init__(self) -> None:
+        known = {"port": (0, 65535), "streams_per_peer": (1, 64), "copy_threads": (1, 64), "slice_bytes": (4096, 1 << 30)}
+        for field, (low, high) in known.items():
+            if not low <= getattr(self, field) <= high:
+                raise ConfigError(f"transfer engine: {field} must be {low} to {high}, not {getattr(self, field)}")
+        for field in ("slice_min_bytes", "max_peers", "max_connections", "max_batches", "max_batch_requests", "max_regions", "max_fences",
+                      "notify_queue", "connect_timeout_s", "idle_timeout_s", "stall_timeout_s", "max_deadline_s", "close_timeout_s"):
+            if getattr(self, field) <= 0:
+                raise ConfigError(f"transfer engine: {field} must be positive, not {getattr(self, field)}")
+        if self.fence_ttl_s < self.max_deadline_s:
+            raise ConfigError("transfer engine: fence_ttl_s must not be below max_deadline_s")
+        if not self.transports:
+            raise ConfigError("transfer engine: transports must name at least one of local, shm, tcp")

@@ -1,0 +1,252 @@
+"""What control requests mean: regions, notifications, fences, revocations.
+
+Knows: both halves of every control exchange between two engines. Does not know: how bytes move. Everything here is served by
+engine threads, so it works while the application's threads are busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+from mooncake.common.errors import MooncakeError, Overloaded, TransferCancelled, TransferError, TransferTimeout
+from transfer_engine import protocol
+from transfer_engine.batch import Submission
+from transfer_engine.config import EngineConfig
+from transfer_engine.fence import FenceTable
+from transfer_engine.link import Link, unwrap
+from transfer_engine.memory import Region, RegionTable
+from transfer_engine.notify import Dispatcher
+from transfer_engine.protocol import CancelGroup, GetRegions, Goodbye, Notify, Ping, RegionInfo, Reply, Request, Revoke, StreamClose
+from transfer_engine.segment import Directory, PeerRecord, Session, describe
+from transfer_engine.shared_buffer import Mapping
+from transfer_engine.types import TransferState
+
+_CANCEL_GRACE_S = 0.2
+_MAX_WAITERS = 32
+
+NotifyHandler = Callable[[str, str, bytes], None]
+
+
+class Engine(Protocol):
+    """What control needs of the engine."""
+
+    config: EngineConfig
+    memory: RegionTable
+    incoming: FenceTable
+    outgoing: FenceTable
+    peers: Directory
+    notifications: Dispatcher
+    notify_handler: NotifyHandler | None
+
+    def session_of(self, instance_id: str) -> Session | None: ...
+    def submissions_of(self, instance_id: str, group: int) -> list[Submission]: ...
+    def link_to(self, record: PeerRecord, deadline: float) -> Link: ...
+
+
+class Control:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._grants = threading.Lock()
+        self._waiters = threading.BoundedSemaphore(_MAX_WAITERS)
+
+    # --- answering --------------------------------------------------------------------------------------------------
+
+    def handle(self, link: Link, message_id: int, request: Request) -> None:
+        """On the link's reader thread."""
+        record = link.context
+        assert isinstance(record, PeerRecord)
+        match request:
+            case Ping():
+                link.reply(message_id, Reply())
+            case GetRegions():
+                self._grant(link, message_id, record)
+            case Notify(payload):
+                link.reply(message_id, self._deliver(record, payload))
+            case CancelGroup(group, _):
+                try:
+                    self.stop_group(record.identity.instance_id, group, lambda: link.reply(message_id, Reply()))
+                except Overloaded as error:
+                    link.reply(message_id, Reply(code=protocol.error_code(error), text=str(error)))
+            case Revoke(address, length, timeout_s):
+                session = self._engine.session_of(record.identity.instance_id)
+                self._later(link, message_id, timeout_s, lambda t: session is None or session.regions.revoke(address, length, t))
+            case StreamClose(stream_id, timeout_s):
+                stream = record.streams.get(stream_id)
+                self._later(link, message_id, timeout_s, lambda t: stream is None or stream.stop(t))
+            case Goodbye():
+                record.said_goodbye = True
+                link.reply(message_id, Reply())
+            case _:
+                assert_never(request)
+
+    def _grant(self, link: Link, message_id: int, record: PeerRecord) -> None:
+        if not record.same_host or not {"local", "shm"} & set(self._engine.config.transports):
+            link.reply(message_id, Reply(code=7, text="no direct access"))
+            return
+        with self._grants:  # a revocation that follows is sent after this reply
+            record.granted = True
+            fenced = self._engine.incoming.groups_of(record.identity.instance_id)
+            version = self._engine.memory.version
+            link.reply(message_id, Reply(regions=describe(self._engine.memory), version=version, fenced=fenced))
+
+    def _deliver(self, record: PeerRecord, payload: bytes) -> Reply:
+        handler = self._engine.notify_handler
+        if handler is None:
+            return Reply(code=protocol.error_code(TransferError()), text="no notification handler")
+        identity = record.identity
+        if self._engine.notifications.put(lambda: handler(identity.instance_id, identity.address, payload)):
+            return Reply()
+        return Reply(code=protocol.error_code(Overloaded("")), text="the notification queue is full")
+
+    def _later(self, link: Link, message_id: int, timeout_s: float, done: Callable[[float], bool]) -> None:
+        """Answer when `done`: at once if it is, else from a short-lived thread."""
+        if done(0.0):
+            link.reply(message_id, Reply())
+            return
+        if not self._waiters.acquire(blocking=False):
+            link.reply(message_id, Reply(code=protocol.error_code(Overloaded("")), text="too many waiters"))
+            return
+
+        def wait() -> None:
+            try:
+                code = 0 if done(min(max(timeout_s, 0.0), 10.0)) else protocol.error_code(TransferTimeout())
+            finally:
+                self._waiters.release()
+            link.reply(message_id, Reply(code=code, text="still in use" if code else ""))
+
+        threading.Thread(target=wait, name="te-wait", daemon=True).start()
+
+    def stop_group(self, instance_id: str, group: int, stopped: Callable[[], None]) -> None:
+        """Initiator side of the fence: no submission of the group towards that target runs or starts once `stopped` is called.
+        Raises Overloaded when it cannot be remembered."""
+        running = []
+        if group:
+            self._engine.outgoing.add((instance_id, group))
+            running = self._engine.submissions_of(instance_id, group)
+        lock, count = threading.Lock(), [len(running) + 1]
+
+        def one() -> None:
+            with lock:
+                count[0] -= 1
+                last = count[0] == 0
+            if last:
+                stopped()
+
+        for submission in running:
+            error = TransferCancelled(f"group {group:#x} was cancelled by the target")
+            submission.abort(TransferState.CANCELLED, error, time.monotonic() + _CANCEL_GRACE_S)
+            submission.when_settled(one)
+        one()
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    def refresh(self, session: Session, link: Link, deadline: float, done: Callable[[MooncakeError | None], None]) -> None:
+        """Fetch the peer's region table. The answer is applied on the reader thread, in order with revocations."""
+
+        def answered(what: Reply | MooncakeError) -> None:
+            try:
+                self._apply(session, unwrap(what))
+            except MooncakeError as error:
+                return done(error)
+            done(None)
+
+        link.ask(GetRegions(), deadline, answered)
+
+    def _apply(self, session: Session, reply: Reply) -> None:
+        for group in reply.fenced:
+            self.stop_group(session.instance_id, group, lambda: None)
+        if session.regions_known and reply.version < session.regions.version:
+            return
+        known = {region.address: region for region in session.regions.regions()}
+        fresh = []
+        for info in reply.regions:
+            region = known.get(info.address)
+            fresh.append(region if region is not None and region.owner == info else self._mapped(session, info))
+        session.regions.replace(fresh, reply.version, lambda old, new: old is new)
+        session.regions_known = True
+
+    def _mapped(self, session: Session, info: RegionInfo) -> Region:
+        region = Region(info.address, info.length, owner=info)
+        config, identity = self._engine.config, session.record.identity
+        foreign = session.record.same_host and "shm" in identity.transports and "shm" in config.transports
+        if foreign and config.shm_mapping and info.fd >= 0:
+            with contextlib.suppress(OSError):
+                region.backing = Mapping(identity.pid, info)
+        return region
+
+    def revoke(self, address: int, length: int, timeout_s: float) -> None:
+        """Make every peer with direct access let go of a range that is closing. Raises TransferTimeout."""
+        with self._grants:
+            granted = [record for record in self._engine.peers.all() if record.granted]
+        deadline = time.monotonic() + timeout_s
+        waiting = []
+        for record in granted:
+            for link in list(record.links) or [None]:
+                waiter = _Waiter()
+                waiting.append((record, waiter))
+                try:
+                    (link or self._engine.link_to(record, deadline)).ask(Revoke(address, length, timeout_s), deadline, waiter)
+                except MooncakeError as error:
+                    waiter(error)
+        for record, waiter in waiting:
+            if not waiter.ok(deadline) and not self._harmless(record, deadline):
+                raise TransferTimeout(f"{record.identity.address} did not let go of memory at {address:#x} in {timeout_s} s")
+
+    def _harmless(self, record: PeerRecord, deadline: float) -> bool:
+        """A peer that did not answer because it is going away."""
+        while not record.proven_gone():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def fence(self, record: PeerRecord | None, instance_id: str, group: int, timeout_s: float) -> bool:
+        """Target side of the fence; see TransferEngine.cancel_incoming."""
+        deadline = time.monotonic() + timeout_s
+        key = (instance_id, group)
+        self._engine.incoming.add(key)
+        asked = self._ask_to_stop(record, group, deadline)
+        placed = self._engine.incoming.wait_clear(key, max(0.0, deadline - time.monotonic()))
+        if not asked and record is not None:
+            for stream in list(record.streams.values()):
+                stream.stop(0.0)  # what it sent before it fell silent
+        if not placed and not self._engine.incoming.wait_clear(key, max(0.1, deadline - time.monotonic())):
+            return False
+        if asked or record is None or not record.granted or record.proven_gone():
+            return True
+        # The link broke under the question: the process may be about to be gone.
+        while time.monotonic() < deadline and not any(link.alive for link in record.links):
+            if record.proven_gone():
+                return True
+            time.sleep(0.01)
+        return record.proven_gone()
+
+    def _ask_to_stop(self, record: PeerRecord | None, group: int, deadline: float) -> bool:
+        if record is None or record.proven_gone():
+            return False
+        try:
+            link = self._engine.link_to(record, deadline)
+            link.request(CancelGroup(group, max(0.0, deadline - time.monotonic())), deadline)
+        except MooncakeError:
+            return False
+        return True
+
+
+class _Waiter:
+    """Collects one asynchronous answer."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._answer: Reply | MooncakeError | None = None
+
+    def __call__(self, answer: Reply | MooncakeError) -> None:
+        self._answer = answer
+        self._event.set()
+
+    def ok(self, deadline: float) -> bool:
+        self._event.wait(max(0.0, deadline - time.monotonic()))
+        return isinstance(self._answer, Reply) and self._answer.code == 0

@@ -1,0 +1,148 @@
+"""Which transport takes which part of a job, and the peer's readiness before that.
+
+Knows: the order of preference, when a peer's region table must be fetched first, failing over to the next transport. Does
+not know: what transports do. Paper 3.2.2: path choice per request. Never blocks the submitting thread: what needs the
+network is answered later or runs on a short-lived thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, TransferError
+from transfer_engine.batch import Submission
+from transfer_engine.config import EngineConfig
+from transfer_engine.control import Control
+from transfer_engine.lanes import Job
+from transfer_engine.protocol import Notify, Reply
+from transfer_engine.segment import Session
+from transfer_engine.transports.base import Transport
+from transfer_engine.types import TransferState
+
+
+class Engine(Protocol):
+    config: EngineConfig
+
+
+class Router:
+    def __init__(self, engine: Engine, transports: list[Transport], control: Control) -> None:
+        self._engine = engine
+        self._transports = transports
+        self._control = control
+        self._direct = {"local", "shm"} & set(engine.config.transports)
+
+    def _is_direct(self, session: Session) -> bool:
+        """Whether a transport without the target's help may reach it (and needs its region table)."""
+        return bool(session.record.same_host and self._direct & set(session.record.identity.transports))
+
+    def prepare(self, session: Session, deadline: float) -> None:
+        """Fetch the region table of a direct peer, so that the first transfer need not. Failure is left to the transfer."""
+        if not self._is_direct(session) or session.regions_known:
+            return
+        known = threading.Event()
+        self._control.refresh(session, session.ensure_link(deadline), deadline, lambda _: known.set())
+        known.wait(max(0.0, deadline - time.monotonic()))
+
+    def forget(self, session: Session) -> None:
+        for transport in self._transports:
+            forget = getattr(transport, "forget", None)
+            if forget is not None:
+                forget(session)
+
+    def route(self, job: Job) -> None:
+        """Hand the job out; every way this can end is told to its submission."""
+        session = _session(job)
+        problem = session.down
+        if problem is not None:
+            return _fail(job, problem)
+        if not self._is_direct(session) or self._table_covers(job, session):
+            return self._offer(job, self._transports)
+        submission, link = job.submission, session.link
+        if link is not None and link.alive:
+            return self._control.refresh(session, link, submission.deadline, lambda error: self._refreshed(job, error))
+
+        def redial() -> None:
+            try:
+                fresh = session.ensure_link(submission.deadline)
+            except MooncakeError as error:
+                return _fail(job, error)
+            self._control.refresh(session, fresh, submission.deadline, lambda error: self._refreshed(job, error))
+
+        threading.Thread(target=redial, name="te-redial", daemon=True).start()
+
+    def _table_covers(self, job: Job, session: Session) -> bool:
+        if not session.regions_known or session.link is None or not session.link.alive:
+            return False
+        rows, _ = session.regions.rows(job.columns.remote, job.columns.length)
+        return bool((rows >= 0).all())
+
+    def _refreshed(self, job: Job, error: MooncakeError | None) -> None:
+        if error is not None and isinstance(error, PeerUnavailable):
+            return _fail(job, error)
+        self._offer(job, self._transports)
+
+    def reroute(self, job: Job, after: Transport) -> None:
+        self._offer(job, self._transports[self._transports.index(after) + 1 :])
+
+    def _offer(self, job: Job, transports: list[Transport]) -> None:
+        session, rest = _session(job), job
+        for transport in transports:
+            taken, left = transport.claim(rest, session)
+            if taken is not None:
+                transport.submit(taken)
+            if left is None:
+                return
+            rest = left
+        if session.regions_known and self._is_direct(session) and not self._table_covers(rest, session):
+            return _fail(rest, NotRegistered(f"{session.address}: a target range is not inside one registered region"))
+        names = ", ".join(self._engine.config.transports)
+        _fail(rest, TransferError(f"{session.address}: none of the transports {names} reaches it"))
+
+    def notify(self, submission: Submission, sessions: list[Session]) -> None:
+        """Deliver a submission's notification to all its targets, then tell it."""
+        message = Notify(submission.notify or b"")
+        lock, left, errors = threading.Lock(), [len(sessions)], list[MooncakeError]()
+
+        def answered(what: Reply | MooncakeError) -> None:
+            with lock:
+                if isinstance(what, MooncakeError):
+                    errors.append(what)
+                elif what.code:
+                    errors.append(TransferError(f"notification refused: {what.text}"))
+                left[0] -= 1
+                last = left[0] == 0
+            if last:
+                submission.notified(errors[0] if errors else None)
+
+        if not sessions:
+            submission.notified(None if not submission.peers else PeerUnavailable("the session is closed"))
+        for session in sessions:
+            _ask(session, message, submission.deadline, answered)
+
+
+def _ask(session: Session, message: Notify, deadline: float, answered: Callable[[Reply | MooncakeError], None]) -> None:
+    """Send without blocking this thread when the link is up and takes it."""
+
+    def send() -> None:
+        try:
+            session.ensure_link(deadline).ask(message, deadline, answered)
+        except MooncakeError as error:
+            answered(error)
+
+    link = session.link
+    if link is not None and link.alive and link.writable():
+        send()
+    else:
+        threading.Thread(target=send, name="te-notify-out", daemon=True).start()
+
+
+def _session(job: Job) -> Session:
+    assert isinstance(job.session, Session)
+    return job.session
+
+
+def _fail(job: Job, error: MooncakeError) -> None:
+    job.submission.abort(TransferState.FAILED, error, time.monotonic())

@@ -1,0 +1,84 @@
+"""Cutting requests into pieces and slices, and joining neighbours, on numpy columns.
+
+Knows: arithmetic on (local, remote, length) columns, all uint64. Does not know: peers, states, transports.
+Paper 3.2.2: requests are divided into slices, which are the unit of path choice and retry. No Python work per request here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+Index = npt.NDArray[np.intp]
+
+
+class Columns(NamedTuple):
+    """Pieces as columns of equal length. `index` names the request a piece belongs to."""
+
+    local: U64
+    remote: U64
+    length: U64
+    index: Index
+
+    def take(self, where: npt.NDArray[np.bool_] | Index | slice) -> Columns:
+        return Columns(self.local[where], self.remote[where], self.length[where], self.index[where])
+
+
+def split(columns: Columns, piece_bytes: int) -> Columns:
+    """Requests longer than `piece_bytes` become several pieces; empty ones vanish. Does not mutate."""
+    length = columns.length
+    if len(length) == 0 or (int(length.max()) <= piece_bytes and int(length.min()) > 0):
+        return columns
+    counts = ((length + np.uint64(piece_bytes - 1)) // np.uint64(piece_bytes)).astype(np.intp)
+    row = np.repeat(np.arange(len(length)), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    offset = (np.arange(len(row)) - first).astype(np.uint64) * np.uint64(piece_bytes)
+    return Columns(
+        columns.local[row] + offset,
+        columns.remote[row] + offset,
+        np.minimum(length[row] - offset, np.uint64(piece_bytes)),
+        columns.index[row],
+    )
+
+
+def cut(length: U64, slice_bytes: int, max_pieces: int) -> list[int]:
+    """Bounds of slices over pieces: slice k is [bounds[k], bounds[k+1]). Each holds at most `max_pieces` pieces and, unless it is
+    a single piece, at most `slice_bytes` bytes."""
+    total = np.cumsum(length, dtype=np.uint64)
+    bounds, low, count = [0], 0, len(length)
+    while low < count:
+        before = int(total[low - 1]) if low else 0
+        high = int(np.searchsorted(total, np.uint64(before + slice_bytes), side="right"))
+        low = min(max(high, low + 1), low + max_pieces, count)
+        bounds.append(low)
+    return bounds
+
+
+def slice_size(total_bytes: int, lanes: int, smallest: int, largest: int) -> int:
+    """Adaptive slice size: about two slices a lane, within the limits."""
+    return max(smallest, min(largest, -(-total_bytes // (2 * lanes))))
+
+
+def coalesce(a: U64, b: U64, length: U64) -> tuple[U64, U64, U64]:
+    """Join pieces that follow each other without a gap in both address spaces. Does not mutate."""
+    if len(length) < 2:
+        return a, b, length
+    joined = (a[1:] == a[:-1] + length[:-1]) & (b[1:] == b[:-1] + length[:-1])
+    if not joined.any():
+        return a, b, length
+    starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
+    return a[starts], b[starts], np.add.reduceat(length, starts)
+
+
+def coalesce_one(a: U64, length: U64) -> tuple[U64, U64]:
+    """Join pieces that follow each other without a gap in one address space. Does not mutate."""
+    if len(length) < 2:
+        return a, length
+    joined = a[1:] == a[:-1] + length[:-1]
+    if not joined.any():
+        return a, length
+    starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
+    return a[starts], np.add.reduceat(length, starts)

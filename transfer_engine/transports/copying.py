@@ -1,0 +1,111 @@
+"""Direct copies: what `local` and `shm` have in common.
+
+Knows: a job whose target memory this process can reach by itself is copied slice by slice on the engine's copy threads.
+Does not know: how the target's addresses become reachable (`_copy` of a subclass). The copy runs without the GIL; between
+two slices cancels, deadlines and revocations are seen.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+
+import numpy as np
+
+from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, TransferError
+from transfer_engine.config import MAX_IOV
+from transfer_engine.lanes import Job, Lane, Slice
+from transfer_engine.memory import Hold
+from transfer_engine.segment import Session
+from transfer_engine.slices import slice_size
+from transfer_engine.transports.base import Host
+
+
+class CopyTransport:
+    """One lane for all peers."""
+
+    name = ""
+
+    def __init__(self, engine: Host) -> None:
+        self.engine = engine
+        self.lane = Lane(f"te-{self.name}", engine.config.copy_threads, self._work)
+
+    def reaches(self, session: Session) -> bool:
+        raise NotImplementedError
+
+    def usable(self, session: Session, region: object) -> bool:
+        """Whether a region of the peer can be reached directly."""
+        raise NotImplementedError
+
+    def _copy(self, piece: Slice, session: Session, hold: Hold) -> None:
+        raise NotImplementedError
+
+    def claim(self, job: Job, session: Session) -> tuple[Job | None, Job | None]:
+        if not self.reaches(session) or not session.regions_known:
+            return None, job
+        rows, regions = session.regions.rows(job.columns.remote, job.columns.length)
+        good = np.array([self.usable(session, region) for region in regions] + [False])[rows]
+        if good.all():
+            return job, None
+        if not good.any():
+            return None, job
+        return job.part(job.columns.take(good)), job.part(job.columns.take(~good))
+
+    def submit(self, job: Job) -> None:
+        config = self.engine.config
+        size = slice_size(job.n_bytes, config.copy_threads, config.slice_min_bytes, config.slice_bytes)
+        if not self.lane.push(job, job.cut(size, MAX_IOV)):
+            job.submission.abort_closed()
+
+    def _work(self, lane: Lane) -> None:
+        while not lane.closed:
+            piece = lane.take(self.engine.config.idle_timeout_s)
+            if piece is None:
+                return
+            self._move(piece)
+
+    def _move(self, piece: Slice) -> None:
+        job, began = piece.job, time.perf_counter()
+        session = job.session
+        assert isinstance(session, Session)
+        submission = job.submission
+        try:
+            problem = session.down
+            if problem is not None:
+                raise problem
+            hold = session.regions.hold(piece.columns.remote, piece.columns.length)
+            try:
+                self._copy(piece, session, hold)
+            finally:
+                session.regions.release(hold)
+        except OSError as error:
+            self._failed(piece, session, error)
+        except MooncakeError as error:
+            submission.fail_slice(error)
+        except BaseException as error:  # a bug must not leave a submission without an end
+            submission.fail_slice(TransferError(f"{self.name}: {error!r}"))
+            raise
+        else:
+            self.engine.counters.moved(self.name, piece, time.perf_counter() - began)
+            submission.finish_slice(piece.columns.index, piece.columns.length, piece.n_bytes)
+
+    def _failed(self, piece: Slice, session: Session, error: OSError) -> None:
+        submission = piece.job.submission
+        match error.errno:
+            case errno.EPERM | errno.ENOSYS:
+                session.cross_copy_ok = False
+                self.engine.reroute(piece.job.part(piece.columns), self)  # type: ignore[arg-type]
+                submission.return_slice()
+            case errno.ESRCH:
+                submission.fail_slice(PeerUnavailable(f"{session.address}: the process has ended"))
+            case errno.EFAULT:
+                submission.fail_slice(NotRegistered(f"{session.address}: registered memory is not mapped any more (either side)"))
+            case _:
+                submission.fail_slice(TransferError(f"{self.name}: {error}"))
+
+    def peer_down(self, session: Session, error: MooncakeError) -> None:
+        """Slices find out by themselves."""
+
+    def close(self, deadline: float) -> bool:
+        self.lane.close()
+        return self.lane.join(deadline)

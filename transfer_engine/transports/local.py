@@ -1,0 +1,31 @@
+"""Transport `local`: initiator and target are engines of one process (or the same engine); a plain copy."""
+
+from __future__ import annotations
+
+import os
+
+from transfer_engine.lanes import Slice
+from transfer_engine.memory import Hold
+from transfer_engine.segment import Session
+from transfer_engine.slices import coalesce
+from transfer_engine.transports import sysio
+from transfer_engine.transports.copying import CopyTransport
+from transfer_engine.types import Opcode
+
+
+class LocalTransport(CopyTransport):
+    name = "local"
+
+    def reaches(self, session: Session) -> bool:
+        record = session.record
+        return record.same_host and record.identity.pid == os.getpid() and "local" in record.identity.transports
+
+    def usable(self, session: Session, region: object) -> bool:
+        return True
+
+    def _copy(self, piece: Slice, session: Session, hold: Hold) -> None:
+        local, remote, length = coalesce(piece.columns.local, piece.columns.remote, piece.columns.length)
+        if piece.job.opcode is Opcode.WRITE:
+            sysio.copy(remote, local, length)
+        else:
+            sysio.copy(local, remote, length)

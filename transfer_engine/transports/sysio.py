@@ -1,0 +1,189 @@
+"""System calls that move bytes between raw addresses, many ranges a call, without the GIL.
+
+Knows: sendmsg, recvmsg, process_vm_readv/writev and memmove through ctypes, on iovec arrays made by numpy, so that a call
+with 1024 ranges costs no Python work per range. Does not know: frames, deadlines (callers pass a check that raises).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import struct
+from collections.abc import Callable
+
+import numpy as np
+
+from transfer_engine.config import MAX_IOV
+from transfer_engine.slices import U64
+
+_libc = ctypes.CDLL(None, use_errno=True)
+TICK_S = 0.05
+"""Blocking data calls come back at least this often, so that deadlines, cancels and closing are seen."""
+
+_GATHER_BELOW_BYTES = 24 << 10
+
+
+class _MsgHdr(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_void_p), ("name_length", ctypes.c_uint32), ("iov", ctypes.c_void_p), ("iov_count", ctypes.c_size_t),
+        ("control", ctypes.c_void_p), ("control_length", ctypes.c_size_t), ("flags", ctypes.c_int),
+    ]  # fmt: skip
+
+
+def _declare(name: str, result: object, *arguments: object) -> Callable[..., int]:
+    function = getattr(_libc, name)
+    function.restype, function.argtypes = result, list(arguments)
+    return function  # type: ignore[no-any-return]
+
+
+_sendmsg = _declare("sendmsg", ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+_recvmsg = _declare("recvmsg", ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+_vm_args = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
+_vm_readv = _declare("process_vm_readv", ctypes.c_ssize_t, *_vm_args)
+_vm_writev = _declare("process_vm_writev", ctypes.c_ssize_t, *_vm_args)
+_prctl = _declare("prctl", ctypes.c_int, ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
+
+
+def allow_any_ptracer() -> None:
+    """PR_SET_PTRACER_ANY; without Yama it does nothing."""
+    _prctl(0x59616D61, (1 << 64) - 1, 0, 0, 0)
+
+
+def tune(sock: socket.socket, buffer_bytes: int) -> None:
+    """Make a blocking data socket tick."""
+    tick = struct.pack("ll", 0, int(TICK_S * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+    if buffer_bytes:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+
+
+class Vector:
+    """An iovec array and how much of it is done. `keep` keeps Python-owned bytes alive."""
+
+    def __init__(self, address: U64, length: U64, keep: object = None) -> None:
+        self.iov = np.empty((len(address), 2), np.uint64)
+        self.iov[:, 0] = address
+        self.iov[:, 1] = length
+        self.left = int(length.sum())
+        self.row = 0
+        self._keep = keep
+        self._head = _MsgHdr()
+        self._head_at = ctypes.addressof(self._head)
+
+    @classmethod
+    def of(cls, buffer: bytearray | np.ndarray, length: int | None = None) -> Vector:
+        """One range over a writable Python buffer."""
+        array = np.frombuffer(buffer, np.uint8) if not isinstance(buffer, np.ndarray) else buffer
+        size = array.nbytes if length is None else length
+        return cls(np.array([array.ctypes.data], np.uint64), np.array([size], np.uint64), array)
+
+    def advance(self, count: int) -> None:
+        self.left -= count
+        if self.left == 0:
+            self.row = len(self.iov)
+            return
+        rest = self.iov[self.row :, 1]
+        ends = np.cumsum(rest)
+        full = int(np.searchsorted(ends, np.uint64(count), side="right"))
+        over = count - (int(ends[full - 1]) if full else 0)
+        self.row += full
+        self.iov[self.row, 0] += np.uint64(over)
+        self.iov[self.row, 1] -= np.uint64(over)
+
+    def _message(self) -> int:
+        self._head.iov = self.iov.ctypes.data + 16 * self.row
+        self._head.iov_count = min(len(self.iov) - self.row, MAX_IOV)
+        return self._head_at
+
+
+def send(sock_fd: int, vector: Vector, check: Callable[[], None]) -> None:
+    """Send it all. Raises what `check` raises (called every tick and after every partial send), or OSError."""
+    flags = socket.MSG_NOSIGNAL
+    while vector.left:
+        sent = _sendmsg(sock_fd, vector._message(), flags)
+        if sent > 0:
+            vector.advance(sent)
+            if not vector.left:
+                return
+        elif sent < 0:
+            _raise_unless_tick()
+        check()
+
+
+def receive(sock_fd: int, vector: Vector, check: Callable[[], None]) -> None:
+    """Fill it all. Raises what `check` raises, ConnectionResetError at the end of the stream, or OSError."""
+    while vector.left:
+        got = _recvmsg(sock_fd, vector._message(), socket.MSG_WAITALL)
+        if got > 0:
+            vector.advance(got)
+            if not vector.left:
+                return
+        elif got == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        else:
+            _raise_unless_tick()
+        check()
+
+
+def _raise_unless_tick() -> None:
+    code = ctypes.get_errno()
+    if code not in (errno.EAGAIN, errno.EINTR):
+        raise OSError(code, os.strerror(code))
+
+
+def cross_copy(pid: int, local: U64, remote: U64, length: U64, *, write: bool) -> None:
+    """Copy between our memory and process `pid`'s. Raises OSError: EPERM (not allowed), ESRCH (gone), EFAULT (not mapped)."""
+    mine, theirs = Vector(local, length), Vector(remote, length)
+    call = _vm_writev if write else _vm_readv
+    while mine.left:
+        a, b = mine.iov[mine.row : mine.row + MAX_IOV], theirs.iov[theirs.row : theirs.row + MAX_IOV]
+        moved = call(pid, a.ctypes.data, len(a), b.ctypes.data, len(b), 0)
+        if moved > 0:
+            mine.advance(moved)
+            theirs.advance(moved)
+        elif moved == 0:
+            raise OSError(errno.EFAULT, "nothing could be copied")
+        elif ctypes.get_errno() != errno.EINTR:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+_memmove = ctypes.memmove
+_self_copy = True
+
+
+def copy(target: U64, source: U64, length: U64) -> None:
+    """Copy ranges within this process. Many small ranges go in one system call (a cross-process copy to ourselves), which
+    holds no GIL between them; few or large ones by memmove. Ranges that overlap each other must not be split."""
+    global _self_copy
+    n_bytes = int(length.sum())
+    if _self_copy and len(length) > 8 and n_bytes < len(length) * _GATHER_BELOW_BYTES:
+        try:
+            return cross_copy(os.getpid(), source, target, length, write=True)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOSYS):
+                raise
+            _self_copy = False
+    for to, of, count in zip(target.tolist(), source.tolist(), length.tolist(), strict=True):
+        _memmove(to, of, count)
+
+
+def read_memory(pid: int, address: int, count: int) -> bytes:
+    """Raises OSError like `cross_copy`."""
+    buffer = np.empty(count, np.uint8)
+    here = np.array([buffer.ctypes.data], np.uint64)
+    cross_copy(pid, here, np.array([address], np.uint64), np.array([count], np.uint64), write=False)
+    return buffer.tobytes()
+
+
+def is_mapped(address: int, length: int) -> bool:
+    """Whether the first and last byte of a range can be read. True also where that cannot be found out."""
+    try:
+        read_memory(os.getpid(), address, 1)
+        read_memory(os.getpid(), address + length - 1, 1)
+    except OSError as error:
+        return error.errno != errno.EFAULT
+    return True

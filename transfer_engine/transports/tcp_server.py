@@ -1,0 +1,165 @@
+"""Transport `tcp`, target side: one incoming data connection.
+
+Knows: how to place WRITE payload straight into registered memory and to answer READ from it, after checking every range
+against the region table and the group against the fences. Does not know: who else is connected. What it refuses it drains,
+so that the connection stays usable; what it cannot parse ends the connection, never the engine.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+
+import numpy as np
+
+from mooncake.common.errors import MooncakeError, ProtocolViolation, TransferCancelled
+from transfer_engine import protocol
+from transfer_engine.fence import FenceTable, Key
+from transfer_engine.memory import RegionTable
+from transfer_engine.protocol import FrameHeader
+from transfer_engine.slices import U64
+from transfer_engine.transports import sysio
+from transfer_engine.transports.base import Stats
+
+_SCRATCH_BYTES = 1 << 20
+
+
+class _Fenced(Exception):
+    pass
+
+
+class ServedStream:
+    """`run` serves until the connection ends; `stop` ends it from another thread."""
+
+    def __init__(
+        self, sock: socket.socket, peer: str, regions: RegionTable, fences: FenceTable, counters: Stats, *,
+        buffer_bytes: int, stall_timeout_s: float,
+    ) -> None:  # fmt: skip
+        sysio.tune(sock, buffer_bytes)
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._peer = peer
+        self._regions = regions
+        self._fences = fences
+        self._counters = counters
+        self._stall_timeout_s = stall_timeout_s
+        self._ended = threading.Event()
+        self._stopping = False
+        self._key: Key = (peer, 0)
+        self._vector: sysio.Vector | None = None
+        self._left = 0
+        self._moved_at = 0.0
+
+    def stop(self, timeout_s: float) -> bool:
+        self._stopping = True
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        return self._ended.wait(timeout_s)
+
+    def run(self) -> None:
+        idle = select.poll()
+        idle.register(self._fd, select.POLLIN)
+        head = bytearray(protocol.HEADER_BYTES)
+        try:
+            while not self._stopping:
+                idle.poll()
+                self._run(sysio.Vector.of(head), sysio.receive)
+                header = protocol.decode_header(head)
+                if header.kind not in (protocol.WRITE, protocol.READ):
+                    raise ProtocolViolation("an initiator sent an answer frame")
+                table = self._table(header)
+                if header.kind == protocol.WRITE:
+                    self._place(header, table)
+                else:
+                    self._answer_read(header, table)
+        except ProtocolViolation:
+            self._counters.add(protocol_violations=1)
+        except OSError:
+            pass
+        finally:
+            self._ended.set()
+            self._sock.close()
+
+    def _table(self, header: FrameHeader) -> U64:
+        raw = bytearray(16 * header.count)
+        self._run(sysio.Vector.of(raw), sysio.receive)
+        table = protocol.as_table(raw)
+        protocol.check_table(table, header.total)
+        return table
+
+    def _place(self, header: FrameHeader, table: U64) -> None:
+        vector = sysio.Vector(table[:, 0], table[:, 1])
+        status, key = 0, (self._peer, header.group)
+        try:
+            hold = self._regions.hold(table[:, 0], table[:, 1], remote=True)
+        except MooncakeError as error:
+            status = protocol.error_code(error)
+        else:
+            try:
+                status = self._place_fenced(vector, key)
+            finally:
+                self._regions.release(hold)
+        if status:
+            self._discard(vector.left)
+        self._answer(FrameHeader(protocol.ACK, status, 0, header.frame_id, header.group, 0))
+        if not status:
+            self._counters.add(served_write_bytes=header.total)
+
+    def _place_fenced(self, vector: sysio.Vector, key: Key) -> int:
+        cancelled = protocol.error_code(TransferCancelled())
+        if not self._fences.enter(key):
+            return cancelled
+        self._key = key
+        try:
+            self._run(vector, sysio.receive)
+        except _Fenced:
+            return cancelled
+        finally:
+            self._key = (self._peer, 0)
+            self._fences.leave(key)
+        return 0
+
+    def _answer_read(self, header: FrameHeader, table: U64) -> None:
+        try:
+            hold = self._regions.hold(table[:, 0], table[:, 1], remote=True)
+        except MooncakeError as error:
+            return self._answer(FrameHeader(protocol.DATA, protocol.error_code(error), 0, header.frame_id, header.group, 0))
+        try:
+            head = bytearray(FrameHeader(protocol.DATA, 0, 0, header.frame_id, header.group, header.total).encode())
+            array = np.frombuffer(head, np.uint8)
+            address = np.concatenate((np.array([array.ctypes.data], np.uint64), table[:, 0]))
+            length = np.concatenate((np.array([len(head)], np.uint64), table[:, 1]))
+            self._run(sysio.Vector(address, length, array), sysio.send)
+        finally:
+            self._regions.release(hold)
+        self._counters.add(served_read_bytes=header.total)
+
+    def _answer(self, header: FrameHeader) -> None:
+        self._run(sysio.Vector.of(bytearray(header.encode())), sysio.send)
+
+    def _discard(self, count: int) -> None:
+        scratch = np.empty(min(count, _SCRATCH_BYTES), np.uint8)
+        while count:
+            part = min(count, len(scratch))
+            self._run(sysio.Vector.of(scratch, part), sysio.receive)
+            count -= part
+
+    def _run(self, vector: sysio.Vector, call: object) -> None:
+        self._vector, self._left, self._moved_at = vector, vector.left, time.monotonic()
+        call(self._fd, vector, self._check)  # type: ignore[operator]
+
+    def _check(self) -> None:
+        now = time.monotonic()
+        assert self._vector is not None
+        if self._vector.left != self._left:
+            self._left, self._moved_at = self._vector.left, now
+        if self._stopping:
+            raise ConnectionAbortedError("stopped")
+        if self._key[1] and self._key in self._fences:
+            raise _Fenced
+        if now - self._moved_at > self._stall_timeout_s:
+            raise ConnectionAbortedError("the peer stopped in the middle of a frame")

@@ -1,0 +1,113 @@
+"""One outgoing data connection: sends WRITE and READ frames, reads their answers.
+
+Knows: frames with several outstanding, when to give up. Does not know: retries, queues. Used by one thread at a time.
+Payload goes from and to registered memory directly: one gathering sendmsg per frame, one scattering recvmsg per answer.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from mooncake.common.errors import MooncakeError, ProtocolViolation
+from transfer_engine import protocol
+from transfer_engine.lanes import Slice
+from transfer_engine.protocol import FrameHeader
+from transfer_engine.slices import coalesce_one
+from transfer_engine.transports import sysio
+from transfer_engine.types import Opcode
+
+
+class GiveUp(Exception):
+    """A submission in the window must stop now (deadline, cancel, closing)."""
+
+
+class Stalled(Exception):
+    """The peer moved no byte for too long."""
+
+
+class Outstanding(NamedTuple):
+    frame_id: int
+    piece: Slice
+    began: float
+
+
+class TcpStream:
+    """`window` holds the frames without an answer yet, oldest first."""
+
+    def __init__(self, sock: socket.socket, stream_id: str, buffer_bytes: int, stall_timeout_s: float) -> None:
+        sysio.tune(sock, buffer_bytes)
+        self._sock = sock
+        self._fd = sock.fileno()
+        self.stream_id = stream_id
+        self.window: deque[Outstanding] = deque()
+        self.closing = False
+        self._stall_timeout_s = stall_timeout_s
+        self._next_id = 1
+        self._answer = bytearray(protocol.HEADER_BYTES)
+        self._vector: sysio.Vector | None = None
+        self._left = -1
+        self._moved_at = 0.0
+
+    def send(self, piece: Slice) -> None:
+        """Put a slice on the wire and into the window. Raises GiveUp, Stalled, OSError: the stream is of no use then."""
+        columns, write = piece.columns, piece.job.opcode is Opcode.WRITE
+        address, length = coalesce_one(columns.remote, columns.length)
+        header = FrameHeader(
+            protocol.WRITE if write else protocol.READ, 0, len(address), self._next_id, piece.job.submission.group, piece.n_bytes
+        )
+        table = np.column_stack((address, length)).astype("<u8", copy=False).tobytes()
+        head = bytearray(header.encode() + table)
+        self.window.append(Outstanding(self._next_id, piece, time.perf_counter()))
+        self._next_id += 1
+        array = np.frombuffer(head, np.uint8)
+        first, size = np.array([array.ctypes.data], np.uint64), np.array([len(head)], np.uint64)
+        if write:
+            source, lengths = coalesce_one(columns.local, columns.length)
+            first, size = np.concatenate((first, source)), np.concatenate((size, lengths))
+        self._run(sysio.Vector(first, size, array), sysio.send)
+
+    def receive(self) -> tuple[Outstanding, MooncakeError | None]:
+        """The oldest frame's answer; READ data lands in local memory. Raises like `send`, and ProtocolViolation."""
+        self._run(sysio.Vector.of(self._answer), sysio.receive)
+        answer = protocol.decode_header(self._answer)
+        frame = self.window[0]
+        write = frame.piece.job.opcode is Opcode.WRITE
+        expected = 0 if write or answer.status else frame.piece.n_bytes
+        if answer.kind != (protocol.ACK if write else protocol.DATA) or answer.frame_id != frame.frame_id or answer.total != expected:
+            raise ProtocolViolation("an answer does not belong to the oldest frame")
+        if expected:
+            self._run(sysio.Vector(*coalesce_one(frame.piece.columns.local, frame.piece.columns.length)), sysio.receive)
+        self.window.popleft()
+        return frame, protocol.error_from(answer.status, "refused by the target") if answer.status else None
+
+    def _run(self, vector: sysio.Vector, call: object) -> None:
+        self._vector, self._left, self._moved_at = vector, vector.left, time.monotonic()
+        call(self._fd, vector, self._check)  # type: ignore[operator]
+
+    def _check(self) -> None:
+        now = time.monotonic()
+        assert self._vector is not None
+        if self._vector.left != self._left:
+            self._left, self._moved_at = self._vector.left, now
+        if self.closing or any(frame.piece.job.submission.stop_at <= now for frame in self.window):
+            raise GiveUp
+        if now - self._moved_at > self._stall_timeout_s:
+            raise Stalled
+
+    def stop(self) -> None:
+        """From any thread: make the owner give up."""
+        self.closing = True
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """By the owner only (a closed descriptor could be reused under a running call)."""
+        self.stop()
+        self._sock.close()
