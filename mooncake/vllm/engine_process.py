@@ -45,7 +45,10 @@ class ReservedPort:
             raise MooncakeError(f"cannot reserve {host} port {port} for vLLM: {error.strerror or error}") from error
         self.port = int(self._socket.getsockname()[1])
 
-    def close(self) -> None:
+    def __enter__(self) -> int:
+        return self.port
+
+    def __exit__(self, *_exc: object) -> None:
         self._socket.close()
 
 
@@ -53,7 +56,7 @@ class EngineProcess:
     """One run of vLLM below its guard. `start` once, then `wait`; `stop` at the end, also after a failed start."""
 
     def __init__(self, command: EngineCommand) -> None:
-        self._command = command
+        self.command = command
         self._guard: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
@@ -75,14 +78,14 @@ class EngineProcess:
     async def start(self) -> None:
         """Writes the configuration file and starts vLLM below its guard, in a session of its own."""
         engine_guard.become_subreaper()  # of what is left should the guard itself be killed
-        descriptor = os.open(self._command.config_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(self.command.config_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            file.write(self._command.config_text)
-        _log.info("starting vLLM", extra={"fields": {"command": " ".join(self._command.argv)}})
+            file.write(self.command.config_text)
+        _log.info("starting vLLM", extra={"fields": {"command": " ".join(self.command.argv)}})
         self._guard = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", engine_guard.__file__, str(self._command.config_file.parent)),
-            *self._command.argv,
-            env=self._command.env,
+            *(sys.executable, "-I", "-S", engine_guard.__file__, str(self.command.config_file.parent)),
+            *self.command.argv,
+            env=self.command.env,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -146,7 +149,7 @@ class EngineProcess:
         line = raw[:_LINE_LIMIT_BYTES].decode(errors="replace").rstrip()
         if not line:
             return
-        for secret in self._command.secrets:  # vLLM logs its arguments
+        for secret in self.command.secrets:  # vLLM logs its arguments
             line = line.replace(secret, "***")
         self._tail.append(line)
         _engine_log.info(line)

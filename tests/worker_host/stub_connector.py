@@ -87,7 +87,5 @@ class MooncakeConnector(KVConnectorBase_V1):
         started = self._started.pop(request.request_id, None)
         if started is not None:
             transfer_id, cached, at_s = started
-            self._send(
-                host_link.PrefillFinished(transfer_id, request.num_prompt_tokens, cached, time.time() - at_s)
-            )
+            self._send(host_link.PrefillFinished(transfer_id, request.num_prompt_tokens, cached, time.time() - at_s))
         return False, None
