@@ -1,0 +1,1 @@
+"""One node of the pool: a registered segment of memory and the truth about what it holds."""
