@@ -56,9 +56,23 @@ def prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
     return [[generator.randrange(10, 4000) for _ in range(tokens)] for _ in range(count)]
 
 
-async def stream(client: httpx.AsyncClient, url: str, prompt: list[int], output: int, into: Measured, headers: dict[str, str] | None = None) -> None:
+async def stream(
+    client: httpx.AsyncClient,
+    url: str,
+    prompt: list[int],
+    output: int,
+    into: Measured,
+    headers: dict[str, str] | None = None,
+) -> None:
     """One streamed greedy completion; appends its TTFT and the gaps between its chunks."""
-    request = {"model": "bench", "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}
+    request = {
+        "model": "bench",
+        "prompt": prompt,
+        "max_tokens": output,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     start = last = time.perf_counter()
     first = True
     async with client.stream("POST", url + "/v1/completions", json=request, headers=headers) as response:
@@ -75,7 +89,9 @@ async def stream(client: httpx.AsyncClient, url: str, prompt: list[int], output:
             into.tokens += 1
 
 
-async def measure(client: httpx.AsyncClient, url: str, batch: list[list[int]], output: int, concurrency: int, into: Measured) -> None:
+async def measure(
+    client: httpx.AsyncClient, url: str, batch: list[list[int]], output: int, concurrency: int, into: Measured
+) -> None:
     gate = asyncio.Semaphore(concurrency)
 
     async def one(prompt: list[int]) -> None:
@@ -113,7 +129,7 @@ async def warm_store(platform: Platform, options: argparse.Namespace) -> dict[st
             for prompt in prompts(options.pairs, tokens, seed=9 * tokens):
                 saved = saved_blocks(platform, a)
                 await stream(client, platform.url, prompt, 2, cold, {PIN_PREFILL: a})
-                wait_for("saves", lambda saved=saved, tokens=tokens: saved_blocks(platform, a) - saved >= tokens // 256, 30)
+                wait_saved(platform, a, saved + tokens // 256)
                 await stream(client, platform.url, prompt, 2, warm, {PIN_PREFILL: b})
             medians = {"cold_ms": 1e3 * statistics.median(cold.ttft_s), "warm_ms": 1e3 * statistics.median(warm.ttft_s)}
             result[str(tokens)] = medians | {"ratio": medians["warm_ms"] / medians["cold_ms"]}
@@ -124,13 +140,19 @@ def saved_blocks(platform: Platform, name: str) -> float:
     return sample(platform.metrics(name), "mooncake_connector_store_saved_blocks_total")
 
 
+def wait_saved(platform: Platform, name: str, blocks: float) -> None:
+    wait_for("saves", lambda: saved_blocks(platform, name) >= blocks, 30)
+
+
 def print_tables(result: dict[str, Any]) -> None:
     columns = ("ttft_p50_ms", "ttft_p90_ms", "tbt_p50_ms", "tbt_p90_ms", "output_tokens_per_s")
     print("| prompt tokens | server | TTFT p50 ms | TTFT p90 ms | TBT p50 ms | TBT p90 ms | output tokens/s |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for row in result["serving"].values():
         for server in ("plain", "mooncake"):
-            print(f"| {row['prompt_tokens']} | {server} | " + " | ".join(f"{row[server][c]:.1f}" for c in columns) + " |")
+            print(
+                f"| {row['prompt_tokens']} | {server} | " + " | ".join(f"{row[server][c]:.1f}" for c in columns) + " |"
+            )
         ratios = (row["mooncake"][c] / row["plain"][c] for c in columns)
         print(f"| {row['prompt_tokens']} | ratio | " + " | ".join(f"{r:.2f}" for r in ratios) + " |")
     print("\n| prompt tokens | TTFT, cold store ms | TTFT, warm store ms | ratio |\n| --- | --- | --- | --- |")
@@ -152,8 +174,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         platform = Platform(
             Path(directory) / "run",
-            *("--model", str(model), "--served-model-name", "bench", "--prefill", "2", "--decode", "1", "--dtype", options.dtype),
-            *("--enforce-eager", "--kv-cache-bytes", str(64 << 20), "--max-model-len", "8192", "--store-bytes", str(512 << 20)),
+            *(
+                "--model",
+                str(model),
+                "--served-model-name",
+                "bench",
+                "--prefill",
+                "2",
+                "--decode",
+                "1",
+                "--dtype",
+                options.dtype,
+            ),
+            *(
+                "--enforce-eager",
+                "--kv-cache-bytes",
+                str(64 << 20),
+                "--max-model-len",
+                "8192",
+                "--store-bytes",
+                str(512 << 20),
+            ),
         )
         plain = PlainVLLM(model, Path(directory) / "plain.log", served_name="bench")
         try:

@@ -70,7 +70,7 @@ class PlainVLLM:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)]
+        command = [PYTHON, "-m", "mooncake.vllm.engine_main", "--model", str(model_dir)]
         command += ["--served-model-name", served_name, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--block-size", "32", "--kv-cache-memory-bytes", str(64 << 20)]
         command += ["--max-model-len", "8192", "--disable-hybrid-kv-cache-manager", "--enable-prompt-tokens-details"]
@@ -131,7 +131,9 @@ class Platform:
         def ready() -> bool:
             if self.process.poll() is not None:
                 raise RuntimeError(f"mooncake up ended with {self.process.returncode}:\n{self.log_tail()}")
-            return (self.run_dir / "state.json").exists() and httpx.get(self.url + "/ready", timeout=2).status_code == 200
+            return (self.run_dir / "state.json").exists() and httpx.get(
+                self.url + "/ready", timeout=2
+            ).status_code == 200
 
         wait_for("the platform", ready, timeout_s, 0.5)
 

@@ -40,7 +40,12 @@ def body(prompt: list[int], max_tokens: int, **extra: Any) -> dict[str, Any]:
 
 
 async def complete(
-    client: httpx.AsyncClient, url: str, prompt: list[int], max_tokens: int = 16, headers: dict[str, str] | None = None, **extra: Any
+    client: httpx.AsyncClient,
+    url: str,
+    prompt: list[int],
+    max_tokens: int = 16,
+    headers: dict[str, str] | None = None,
+    **extra: Any,
 ) -> Completion:
     """One completion; raises httpx.HTTPStatusError with the server's text for anything but 200."""
     response = await client.post(url + "/v1/completions", json=body(prompt, max_tokens, **extra), headers=headers)

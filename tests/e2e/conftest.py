@@ -9,8 +9,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from mooncake.models import resolve_model
 from deploy.testbed import PlainVLLM, Platform
+from mooncake.models import resolve_model
 
 API_KEY = "test-key"
 UP_ARGUMENTS = [

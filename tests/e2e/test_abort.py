@@ -8,8 +8,8 @@ import time
 import httpx
 import pytest
 
-from tests.e2e.client import body, complete, gateway_active, held, random_prompt
 from deploy.testbed import PlainVLLM, Platform, wait_for
+from tests.e2e.client import body, complete, gateway_active, held, random_prompt
 
 CLEAN_WITHIN_S = 5
 ABORTS = 200
@@ -53,9 +53,13 @@ async def test_client_gone_while_queued(platform: Platform) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_two_hundred_aborts_leave_the_idle_state(platform: Platform, plain: PlainVLLM, http: httpx.AsyncClient) -> None:
+async def test_two_hundred_aborts_leave_the_idle_state(
+    platform: Platform, plain: PlainVLLM, http: httpx.AsyncClient
+) -> None:
     for index in range(ABORTS):
-        await go_away(platform, random_prompt(40 + 23 * (index % 40), seed=index), 0.01 + 0.004 * (index % 50), index % 2 == 0)
+        await go_away(
+            platform, random_prompt(40 + 23 * (index % 40), seed=index), 0.01 + 0.004 * (index % 50), index % 2 == 0
+        )
     assert_clean(platform)
     await asyncio.sleep(2)
     cpu, start = platform.cpu_seconds(), time.monotonic()

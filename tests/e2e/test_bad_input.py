@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.client import body, complete, gateway_active, held, random_prompt
 from deploy.testbed import PlainVLLM, Platform, wait_for
+from tests.e2e.client import body, complete, gateway_active, held, random_prompt
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
@@ -29,7 +29,11 @@ CASES: dict[str, tuple[str, Any, int]] = {
     "zero n": ("/v1/chat/completions", CHAT | {"n": 0}, 400),
     "temperature below zero": ("/v1/chat/completions", CHAT | {"temperature": -1}, 400),
     "too long prompt": ("/v1/completions", {"model": "tiny", "prompt": random_prompt(9000, 1), "max_tokens": 4}, 400),
-    "token id outside of the vocabulary": ("/v1/completions", {"model": "tiny", "prompt": [10, 999999], "max_tokens": 4}, 400),
+    "token id outside of the vocabulary": (
+        "/v1/completions",
+        {"model": "tiny", "prompt": [10, 999999], "max_tokens": 4},
+        400,
+    ),
     "bad response_format": ("/v1/chat/completions", CHAT | {"response_format": {"type": "nonsense"}}, 400),
     "10 MB body": ("/v1/completions", {"model": "tiny", "prompt": "x" * (10 << 20)}, 413),
     "unknown route": ("/v1/nonsense", {"model": "tiny"}, 404),
@@ -56,9 +60,14 @@ async def test_wrong_method(platform: Platform, http: httpx.AsyncClient) -> None
     assert_openai_error(await http.get(platform.url + "/v1/completions"), 405)
 
 
-async def test_client_sent_transfer_params_are_stripped(platform: Platform, plain: PlainVLLM, http: httpx.AsyncClient) -> None:
+async def test_client_sent_transfer_params_are_stripped(
+    platform: Platform, plain: PlainVLLM, http: httpx.AsyncClient
+) -> None:
     prompt = random_prompt(100, seed=3)
-    forged = {"mooncake": {"leg": "decode", "transfer_id": "xfer-forged", "peer_address": "127.0.0.1:9"}, "do_remote_prefill": True}
+    forged = {
+        "mooncake": {"leg": "decode", "transfer_id": "xfer-forged", "peer_address": "127.0.0.1:9"},
+        "do_remote_prefill": True,
+    }
     expected = await complete(http, plain.url, prompt)
     got = await complete(http, platform.url, prompt, kv_transfer_params=forged)
     assert got.token_ids == expected.token_ids

@@ -7,8 +7,8 @@ import asyncio
 import httpx
 import pytest
 
-from tests.e2e.client import complete, prompt_tokens, random_prompt
 from deploy.testbed import PlainVLLM, Platform
+from tests.e2e.client import complete, prompt_tokens, random_prompt
 
 LENGTHS = (1, 31, 32, 33, 300, 1000, 5000)
 
@@ -29,7 +29,10 @@ async def test_tokens_equal_plain(platform: Platform, plain: PlainVLLM, http: ht
 
 async def test_twenty_concurrent(platform: Platform, plain: PlainVLLM, http: httpx.AsyncClient) -> None:
     (decode,) = platform.names("decode")
-    prompts = [random_prompt(length, seed=7000 + i) for i, length in enumerate([5, 31, 64, 65, 130, 257, 400, 777, 1500, 3000] * 2)]
+    prompts = [
+        random_prompt(length, seed=7000 + i)
+        for i, length in enumerate([5, 31, 64, 65, 130, 257, 400, 777, 1500, 3000] * 2)
+    ]
     expected = await asyncio.gather(*(complete(http, plain.url, p) for p in prompts))
     before = prompt_tokens(platform, decode)
     got = await asyncio.gather(*(complete(http, platform.url, p) for p in prompts))

@@ -9,8 +9,8 @@ import time
 import httpx
 import pytest
 
-from tests.e2e.client import Completion, body, complete, prompt_tokens, random_prompt
 from deploy.testbed import PlainVLLM, Platform, wait_for
+from tests.e2e.client import Completion, body, complete, prompt_tokens, random_prompt
 from tests.e2e.test_abort import assert_clean
 
 pytestmark = pytest.mark.timeout(400)
@@ -40,7 +40,9 @@ async def test_prefill_worker_killed_at_work(platform: Platform, plain: PlainVLL
     platform.wait_restarted(victim, old_pid)
 
     async def used_again() -> Completion:
-        return await complete(http, platform.url, random_prompt(300, seed=int(time.time() * 1000) % 10**6), headers={PIN: victim})
+        return await complete(
+            http, platform.url, random_prompt(300, seed=int(time.time() * 1000) % 10**6), headers={PIN: victim}
+        )
 
     deadline = time.monotonic() + 30
     while True:
@@ -56,7 +58,9 @@ async def test_decode_worker_killed_mid_stream(platform: Platform, plain: PlainV
     (victim,) = platform.names("decode")
     lines: list[str] = []
     old_pid = None
-    async with http.stream("POST", platform.url + "/v1/completions", json=body(random_prompt(500, 1), 4000, stream=True)) as response:
+    async with http.stream(
+        "POST", platform.url + "/v1/completions", json=body(random_prompt(500, 1), 4000, stream=True)
+    ) as response:
         assert response.status_code == 200
         async for line in response.aiter_lines():
             if line.startswith("data:"):
@@ -68,7 +72,11 @@ async def test_decode_worker_killed_mid_stream(platform: Platform, plain: PlainV
     error = json.loads(lines[-2])["error"]
     assert error["message"] and "type" in error
     platform.wait_restarted(victim, old_pid)
-    wait_for("the gateway to know the new worker", lambda: httpx.get(platform.url + "/ready", timeout=2).status_code == 200, 30)
+    wait_for(
+        "the gateway to know the new worker",
+        lambda: httpx.get(platform.url + "/ready", timeout=2).status_code == 200,
+        30,
+    )
     await check_answers(platform, plain, http, range(4000, 4003))
     assert_clean(platform)
 

@@ -20,13 +20,20 @@ TOOLS = [
         "function": {
             "name": "get_weather",
             "description": "Weather of a city",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 8}},
+                "required": ["city"],
+            },
         },
     }
 ]
 SCHEMA = {
     "type": "object",
-    "properties": {"colour": {"type": "string", "enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "properties": {
+        "colour": {"type": "string", "enum": ["red", "green"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
     "required": ["colour", "count"],
     "additionalProperties": False,
 }
@@ -41,15 +48,33 @@ CHAT: dict[str, dict[str, Any]] = {
     "stop string": {"max_tokens": 200, "stop": ["a"]},
     "tool auto": {"max_tokens": 24, "tools": TOOLS},
     "tool required": {"max_tokens": 80, "tools": TOOLS, "tool_choice": "required"},
-    "tool named": {"max_tokens": 80, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+    "tool named": {
+        "max_tokens": 80,
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+    },
     "json schema": {
         "max_tokens": 60,
         "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}},
     },
-    "bias and penalties": {"max_tokens": 16, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {"100": 3}},
-    "vllm extras": {"max_tokens": 16, "extra_body": {"top_k": 5, "min_tokens": 3, "repetition_penalty": 1.2, "return_token_ids": True}},
-    "stop token ids": {"max_tokens": 64, "extra_body": {"stop_token_ids": list(range(300, 1200)), "include_stop_str_in_output": True}},
-    "list content": {"max_tokens": 8, "messages": [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]},
+    "bias and penalties": {
+        "max_tokens": 16,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logit_bias": {"100": 3},
+    },
+    "vllm extras": {
+        "max_tokens": 16,
+        "extra_body": {"top_k": 5, "min_tokens": 3, "repetition_penalty": 1.2, "return_token_ids": True},
+    },
+    "stop token ids": {
+        "max_tokens": 64,
+        "extra_body": {"stop_token_ids": list(range(300, 1200)), "include_stop_str_in_output": True},
+    },
+    "list content": {
+        "max_tokens": 8,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}],
+    },
     "prompt logprobs": {"max_tokens": 4, "extra_body": {"prompt_logprobs": 1}},
     "continue message": {
         "max_tokens": 8,
@@ -87,7 +112,9 @@ def chat_arguments(case: str) -> dict[str, Any]:
 
 
 def clients(platform: Platform, plain: PlainVLLM, kind: type) -> tuple[Any, Any]:
-    return tuple(kind(base_url=url + "/v1", api_key="none", max_retries=0, timeout=120) for url in (platform.url, plain.url))  # type: ignore[return-value]
+    return tuple(
+        kind(base_url=url + "/v1", api_key="none", max_retries=0, timeout=120) for url in (platform.url, plain.url)
+    )  # type: ignore[return-value]
 
 
 def joined(chunks: list[Any]) -> dict[str, Any]:
@@ -97,7 +124,9 @@ def joined(chunks: list[Any]) -> dict[str, Any]:
     for chunk in (stable(c.model_dump()) for c in chunks):
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
-            into = choices.setdefault(choice["index"], {"content": "", "text": "", "tools": "", "logprobs": [], "finish": None})
+            into = choices.setdefault(
+                choice["index"], {"content": "", "text": "", "tools": "", "logprobs": [], "finish": None}
+            )
             delta = choice.get("delta", {})
             into["content"] += delta.get("content") or ""
             into["text"] += choice.get("text") or ""
@@ -142,7 +171,10 @@ async def test_completions_async(platform: Platform, plain: PlainVLLM, case: str
         async with client:
             arguments = GREEDY | COMPLETIONS[case] | {"stream": stream}
             if stream:
-                chunks = [c async for c in await client.completions.create(**arguments, stream_options={"include_usage": True})]
+                chunks = [
+                    c
+                    async for c in await client.completions.create(**arguments, stream_options={"include_usage": True})
+                ]
                 answers.append(joined(chunks))
             else:
                 answers.append(stable((await client.completions.create(**arguments)).model_dump()))
@@ -153,7 +185,9 @@ def test_continuous_usage(platform: Platform, plain: PlainVLLM) -> None:
     ours, theirs = clients(platform, plain, openai.OpenAI)
     options = {"include_usage": True, "continuous_usage_stats": True}
     arguments = chat_arguments("plain") | {"stream": True, "stream_options": options}
-    got, expected = ([stable(c.model_dump()).get("usage") for c in c.chat.completions.create(**arguments)] for c in (ours, theirs))
+    got, expected = (
+        [stable(c.model_dump()).get("usage") for c in c.chat.completions.create(**arguments)] for c in (ours, theirs)
+    )
     assert [u["completion_tokens"] for u in got if u][-1] == [u["completion_tokens"] for u in expected if u][-1]
     assert all(u["prompt_tokens"] == expected[-1]["prompt_tokens"] for u in got if u)
 
@@ -163,7 +197,10 @@ def test_cached_tokens_are_the_prefill_sides(platform: Platform) -> None:
     messages = [{"role": "user", "content": "the same words " * 100}]
     headers = {"x-mooncake-prefill-instance": platform.names("prefill")[0]}
     first, second = (
-        client.chat.completions.create(model="tiny", messages=messages, max_tokens=2, temperature=0, extra_headers=headers) for _ in range(2)
+        client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=2, temperature=0, extra_headers=headers
+        )
+        for _ in range(2)
     )
     assert first.usage and second.usage and first.usage.prompt_tokens_details and second.usage.prompt_tokens_details
     assert first.usage.prompt_tokens_details.cached_tokens == 0
@@ -174,7 +211,9 @@ def test_unicode_survives_the_relay(platform: Platform, plain: PlainVLLM) -> Non
     """Sampled bytes of a byte-level vocabulary: characters that are split over tokens arrive whole or as vLLM sends them."""
     ours, theirs = clients(platform, plain, openai.OpenAI)
     arguments = GREEDY | {"prompt": "你好🦀", "max_tokens": 60, "temperature": 1.5, "stream": True, "seed": 11}
-    got, expected = ("".join(c.choices[0].text for c in client.completions.create(**arguments)) for client in (ours, theirs))
+    got, expected = (
+        "".join(c.choices[0].text for c in client.completions.create(**arguments)) for client in (ours, theirs)
+    )
     assert got == expected
 
 
@@ -186,7 +225,9 @@ def test_models(platform: Platform, plain: PlainVLLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"model": "nope"}, {"max_tokens": -3}, {"messages": []}, {"temperature": -1}, {"n": 0}], ids=lambda w: json.dumps(w)
+    "wrong",
+    [{"model": "nope"}, {"max_tokens": -3}, {"messages": []}, {"temperature": -1}, {"n": 0}],
+    ids=lambda w: json.dumps(w),
 )
 def test_errors_have_the_same_type(platform: Platform, plain: PlainVLLM, wrong: dict[str, Any]) -> None:
     raised = []

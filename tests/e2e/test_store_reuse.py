@@ -6,15 +6,17 @@ import time
 
 import httpx
 
-from tests.e2e.client import complete, prompt_tokens, random_prompt
 from deploy.testbed import PlainVLLM, Platform, sample, wait_for
+from tests.e2e.client import complete, prompt_tokens, random_prompt
 
 PIN = "x-mooncake-prefill-instance"
 LENGTH = 5000
 STORE_BLOCK = 256
 
 
-async def ttft_s(http: httpx.AsyncClient, platform: Platform, prompt: list[int], prefill: str) -> tuple[float, list[int]]:
+async def ttft_s(
+    http: httpx.AsyncClient, platform: Platform, prompt: list[int], prefill: str
+) -> tuple[float, list[int]]:
     start = time.perf_counter()
     answer = await complete(http, platform.url, prompt, max_tokens=1, headers={PIN: prefill})
     assert answer.headers["x-mooncake-prefill-instance"] == prefill
@@ -25,7 +27,9 @@ def saved_blocks(platform: Platform, name: str) -> float:
     return sample(platform.metrics(name), "mooncake_connector_store_saved_blocks_total")
 
 
-async def fill_store(http: httpx.AsyncClient, platform: Platform, prompt: list[int], prefill: str) -> tuple[float, list[int]]:
+async def fill_store(
+    http: httpx.AsyncClient, platform: Platform, prompt: list[int], prefill: str
+) -> tuple[float, list[int]]:
     before = saved_blocks(platform, prefill)
     cold = await ttft_s(http, platform, prompt, prefill)
     wait_for("A's saves", lambda: saved_blocks(platform, prefill) - before >= len(prompt) // STORE_BLOCK, 20)

@@ -6,8 +6,8 @@ import subprocess
 
 import httpx
 
-from tests.e2e.client import complete, random_prompt
 from deploy.testbed import MOONCAKE, Platform
+from tests.e2e.client import complete, random_prompt
 
 
 async def test_first_layer_leaves_before_last_is_computed(platform: Platform, http: httpx.AsyncClient) -> None:
@@ -21,7 +21,11 @@ async def test_first_layer_leaves_before_last_is_computed(platform: Platform, ht
     assert min(sent)[0] < last_computed, f"first layer sent at {min(sent)}, last computed at {last_computed}"
 
     shown = subprocess.run(
-        [MOONCAKE, "trace", request_id, "--gateway", platform.url], capture_output=True, text=True, timeout=30, check=False
+        [MOONCAKE, "trace", request_id, "--gateway", platform.url],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert shown.returncode == 0, shown.stderr
     assert "yes" in shown.stdout
