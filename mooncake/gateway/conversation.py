@@ -89,19 +89,22 @@ def _add_assistant_fields(message: Message, result: Message) -> None:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """Templates expect `arguments` as an object; what is no object becomes an empty one, as in vLLM."""
+    """Templates expect `arguments` as an object; what is no object becomes an empty one, as in vLLM.
+
+    Keys are in the order in which vLLM's validation (the TypedDicts of `openai`) leaves them, since templates print them as JSON.
+    """
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or call.get("type", "function") != "function":
+    if not isinstance(function, dict) or call.get("type") != "function":
         raise NoKVInformation("tool_calls")
     arguments = function.get("arguments")
-    if isinstance(arguments, str) and arguments:
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            arguments = {}
-    if not isinstance(arguments, dict):
-        arguments = {}
-    return call | {"function": function | {"arguments": arguments}}
+    if not isinstance(call.get("id"), str) or not isinstance(function.get("name"), str) or not isinstance(arguments, str):
+        raise NoKVInformation("tool_calls")
+    try:
+        parsed = json.loads(arguments or "{}")
+    except json.JSONDecodeError:
+        parsed = {}
+    dumped = {"arguments": parsed if isinstance(parsed, dict) else {}, "name": function["name"]}
+    return {"id": call["id"], "function": dumped, "type": "function"}
 
 
 def _without_billing_header(parts: list[Any]) -> list[Any]:

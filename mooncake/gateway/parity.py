@@ -184,6 +184,7 @@ def tokenize_body(call: Call) -> dict[str, Any]:
         arguments = template_arguments(call.body)
         kept = {k: v for k, v in arguments.items() if k not in ("add_generation_prompt", "continue_final_message")}
         body = {k: call.body[k] for k in fields if call.body.get(k) is not None}
+        body["messages"] = [_with_reasoning(message) for message in body["messages"]]
         # `/tokenize` wants these to be told apart; a request may leave the first to its default.
         body["add_generation_prompt"] = arguments["add_generation_prompt"]
         return body | {"chat_template_kwargs": kept}
@@ -191,3 +192,10 @@ def tokenize_body(call: Call) -> dict[str, Any]:
     if not isinstance(prompt, str):
         raise BadRequest("`prompt` must be text.", param="prompt")
     return {"prompt": prompt, "add_special_tokens": call.body.get("add_special_tokens", True)}
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The old name of the field, which `/tokenize` does not know."""
+    if message.get("reasoning_content") is None or message.get("reasoning") is not None:
+        return message
+    return {k: v for k, v in message.items() if k != "reasoning_content"} | {"reasoning": message["reasoning_content"]}

@@ -103,6 +103,7 @@ class _Slot:
         self.executor = self._new()
         self.jobs = 0
         self.load = 0  # characters (or tokens) of the jobs that it has
+        self.loaded: set[str] = set()  # models; the first job of another one also loads it
 
     @staticmethod
     def _new() -> ProcessPoolExecutor:
@@ -115,6 +116,7 @@ class _Slot:
         if self.executor is not broken:
             return
         self.executor = self._new()
+        self.loaded.clear()
         kill(broken)
 
     def pids(self) -> list[int]:
@@ -122,10 +124,11 @@ class _Slot:
 
 
 def kill(executor: ProcessPoolExecutor) -> None:
-    """Ends an executor whose process may hang: there is no public way to do that."""
+    """Ends an executor whose process may hang (there is no public way to do that); its jobs end with BrokenProcessPool."""
     for process in list((executor._processes or {}).values()):
         process.kill()
-    executor.shutdown(wait=False, cancel_futures=True)
+    # Not `cancel_futures`: a cancelled job would look like a cancelled request to whoever waits for it.
+    executor.shutdown(wait=False)
 
 
 class TokenizerPool:
@@ -138,12 +141,12 @@ class TokenizerPool:
         self._slots = [_Slot() for _ in range(processes)]
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
-        self._loaded: set[str] = set()
 
     async def load(self, model_path: str) -> None:
         """Loads a model in every process, before its first request waits for that."""
-        await asyncio.gather(*(self._run(slot, _load, (model_path,), 0, LOAD_TIMEOUT_S) for slot in self._slots))
-        self._loaded.add(model_path)
+        await asyncio.gather(*(self._run(slot, _load, (model_path,), 0, model_path) for slot in self._slots))
+        for slot in self._slots:
+            slot.loaded.add(model_path)
 
     async def render(self, job: RenderJob) -> Rendered:
         """Raises NoKVInformation, BadRequest (too long, bad ids), Overloaded."""
@@ -160,23 +163,26 @@ class TokenizerPool:
         if waiting >= self._max_waiting:
             raise Overloaded("Too many requests wait for tokenization.", retry_after_s=1.0)
         slot = min(self._slots, key=lambda each: (each.load, each.jobs))
-        limit_s = self._timeout_s if job.model_path in self._loaded else LOAD_TIMEOUT_S
         with self._metrics.tokenizing():
             try:
-                return await self._run(slot, function, arguments, size, limit_s)
+                rendered = await self._run(slot, function, arguments, size, job.model_path)
             except PromptTooLong as error:
                 raise too_long(*error.args) from None
             except BadPrompt as error:
                 raise BadRequest(str(error), param="prompt") from None
+        if not isinstance(job.prompt, list):
+            slot.loaded.add(job.model_path)
+        return rendered
 
     async def _run(
-        self, slot: _Slot, function: Callable[..., T], arguments: tuple[Any, ...], size: int, limit_s: float
+        self, slot: _Slot, function: Callable[..., T], arguments: tuple[Any, ...], size: int, model_path: str
     ) -> T:
         slot.jobs += 1
         slot.load += size
         try:
             for attempt in (1, 2):
                 executor = slot.executor
+                limit_s = self._timeout_s if model_path in slot.loaded else LOAD_TIMEOUT_S
                 try:
                     future = asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
                     # A job waits behind others of its slot, so its limit counts them too.
@@ -186,12 +192,8 @@ class TokenizerPool:
                     self._metrics.tokenizer_restarts.inc()
                     slot.replace(executor)
                     raise NoKVInformation("rendering took too long") from None
-                except (BrokenProcessPool, RuntimeError) as error:
-                    if (
-                        isinstance(error, RuntimeError)
-                        and not isinstance(error, BrokenProcessPool)
-                        and slot.executor is executor
-                    ):
+                except RuntimeError as error:  # BrokenProcessPool is one; so is "shut down" when somebody was faster
+                    if slot.executor is executor and not isinstance(error, BrokenProcessPool):
                         raise
                     if slot.executor is executor:
                         _log.error("a tokenizer process died and is replaced")

@@ -32,7 +32,7 @@ class InlinePool(TokenizerPool):
         super().__init__(*args, **kwargs)
         self._one = asyncio.Lock()
 
-    async def _run(self, slot: _Slot, function: Callable[..., T], arguments: tuple[Any, ...], size: int, limit_s: float) -> T:
+    async def _run(self, slot: _Slot, function: Callable[..., T], arguments: tuple[Any, ...], size: int, model_path: str) -> T:
         async with self._one:
             return await asyncio.to_thread(function, *arguments)
 
