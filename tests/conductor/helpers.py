@@ -30,7 +30,8 @@ def keys(count: int, salt: int = 0) -> list[BlockKey]:
 
 
 def request(request_id: str, prompt_tokens: int = 1000, **fields: Any) -> PlaceRequest:
-    fields.setdefault("block_keys", keys(prompt_tokens // BLOCK, salt=hash_of(request_id)))
+    if "block_keys" not in fields:
+        fields["block_keys"] = keys(prompt_tokens // BLOCK, salt=hash_of(request_id))
     return PlaceRequest(
         request_id=RequestId(request_id),
         model=fields.pop("model", MODEL),
