@@ -97,7 +97,11 @@ def _tool_call(call: Any) -> dict[str, Any]:
     if not isinstance(function, dict) or call.get("type") != "function":
         raise NoKVInformation("tool_calls")
     arguments = function.get("arguments")
-    if not isinstance(call.get("id"), str) or not isinstance(function.get("name"), str) or not isinstance(arguments, str):
+    if (
+        not isinstance(call.get("id"), str)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(arguments, str)
+    ):
         raise NoKVInformation("tool_calls")
     try:
         parsed = json.loads(arguments or "{}")

@@ -23,7 +23,18 @@ class Route(StrEnum):
 
 STRIPPED = ("kv_transfer_params", "ec_transfer_params")
 _MEDIA_KEYS = frozenset(
-    "input_image image_url image_embeds audio_embeds video_embeds prompt_embeds image_pil audio_url input_audio video_url".split()
+    [
+        "input_image",
+        "image_url",
+        "image_embeds",
+        "audio_embeds",
+        "video_embeds",
+        "prompt_embeds",
+        "image_pil",
+        "audio_url",
+        "input_audio",
+        "video_url",
+    ]
 )
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal", "thinking", "tool_reference"))
 

@@ -32,7 +32,9 @@ class InlinePool(TokenizerPool):
         super().__init__(*args, **kwargs)
         self._one = asyncio.Lock()
 
-    async def _run(self, slot: _Slot, function: Callable[..., T], arguments: tuple[Any, ...], size: int, model_path: str) -> T:
+    async def _run(
+        self, slot: _Slot, function: Callable[..., T], arguments: tuple[Any, ...], size: int, model_path: str
+    ) -> T:
         async with self._one:
             return await asyncio.to_thread(function, *arguments)
 
@@ -72,14 +74,18 @@ class Bed:
             and not any(any(w.running.values()) for w in self.workers)
         )
 
-    async def completion(self, *, stream: bool = False, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+    async def completion(
+        self, *, stream: bool = False, headers: dict[str, str] | None = None, **more: Any
+    ) -> httpx.Response:
         body = {"model": "tiny", "prompt": list(range(100)), "max_tokens": 8, "stream": stream} | more
         return await self.http.post("/v1/completions", json=body, headers=headers)
 
 
 @contextlib.asynccontextmanager
 async def make_bed(**config: Any) -> AsyncIterator[Bed]:
-    settings = GatewayConfig(**({"request_deadline_s": 20.0, "stream_idle_timeout_s": 1.0, "circuit_failures": 100} | config))
+    settings = GatewayConfig(
+        **({"request_deadline_s": 20.0, "stream_idle_timeout_s": 1.0, "circuit_failures": 100} | config)
+    )
     async with contextlib.AsyncExitStack() as stack:
         prefills = [await stack.enter_async_context(FakeWorker(f"prefill-{i}", ("prefill",))) for i in range(2)]
         decodes = [await stack.enter_async_context(FakeWorker(f"decode-{i}", ("decode",))) for i in range(2)]
@@ -96,7 +102,9 @@ async def make_bed(**config: Any) -> AsyncIterator[Bed]:
         serving = asyncio.create_task(server.serve([listener]))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         await eventually("uvicorn to start", lambda: server.started)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30, limits=httpx.Limits(max_connections=None)))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=url, timeout=30, limits=httpx.Limits(max_connections=None))
+        )
         try:
             yield Bed(gateway, conductor, prefills, decodes, url, client)
         finally:

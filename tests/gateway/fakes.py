@@ -24,7 +24,9 @@ WORDS = ["Hel", "lo ", "你", "好", "🦀", '"usage":{', "!"]
 class FakeWorker:
     """`prefill_fault`, `decode_fault`: what goes wrong next (popped from the front; empty: nothing)."""
 
-    def __init__(self, name: str, roles: tuple[str, ...] = ("prefill", "decode"), model: str = "tiny", **info: Any) -> None:
+    def __init__(
+        self, name: str, roles: tuple[str, ...] = ("prefill", "decode"), model: str = "tiny", **info: Any
+    ) -> None:
         self.name = name
         self.instance_id = new_id(name)
         self.roles = roles
@@ -93,7 +95,9 @@ class FakeWorker:
         self.headers.append(request.headers)
         fault = self.prefill_faults.pop(0) if self.prefill_faults else ""
         if fault.startswith("status"):
-            return web.json_response({"error": {"message": "no", "type": "x", "param": None, "code": 1}}, status=int(fault[6:]))
+            return web.json_response(
+                {"error": {"message": "no", "type": "x", "param": None, "code": 1}}, status=int(fault[6:])
+            )
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         self.running["prefill"] += 1
         try:
@@ -116,7 +120,11 @@ class FakeWorker:
             if fault == "prefilling":
                 await self.resume.wait()
             await asyncio.sleep(self.prefill_s)
-            usage = {"prompt_tokens": 100, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": self.cached}}
+            usage = {
+                "prompt_tokens": 100,
+                "completion_tokens": 1,
+                "prompt_tokens_details": {"cached_tokens": self.cached},
+            }
             await say(response, {"event": "finished", "usage": usage, "compute_s": 0.01})
             return response
         except (asyncio.CancelledError, ConnectionError):
@@ -130,7 +138,9 @@ class FakeWorker:
         return web.Response(status=204)
 
     async def _trace(self, request: web.Request) -> web.Response:
-        return web.json_response([{"t": 1.0, "who": self.name, "event": "layer_computed", "layer": 0, "of": request.match_info["id"]}])
+        return web.json_response(
+            [{"t": 1.0, "who": self.name, "event": "layer_computed", "layer": 0, "of": request.match_info["id"]}]
+        )
 
     # --- engine ---
 
@@ -146,7 +156,9 @@ class FakeWorker:
         try:
             if fault.startswith("status"):
                 status = int(fault[6:])
-                return web.json_response({"error": {"message": "engine says no", "type": "E", "param": "p", "code": status}}, status=status)
+                return web.json_response(
+                    {"error": {"message": "engine says no", "type": "E", "param": "p", "code": status}}, status=status
+                )
             if fault == "die before":
                 return abort(request, web.Response())
             if fault == "silent":
@@ -164,7 +176,12 @@ class FakeWorker:
             self.running["decode"] -= 1
 
     def _usage(self, done: int) -> dict[str, Any]:
-        return {"prompt_tokens": 100, "completion_tokens": done, "total_tokens": 100 + done, "prompt_tokens_details": {"cached_tokens": 99}}
+        return {
+            "prompt_tokens": 100,
+            "completion_tokens": done,
+            "total_tokens": 100 + done,
+            "prompt_tokens_details": {"cached_tokens": 99},
+        }
 
     def _answer(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -256,7 +273,9 @@ class FakeConductor(conductor_pb2_grpc.ConductorServicer):
         decode = pick(free, "decode", request.pin_decode)
         prefill = None if request.single_worker or self.without_prefill else pick(free, "prefill", request.pin_prefill)
         if decode is None:
-            return pb.PlaceResponse(rejection=pb.Rejection(status=503, reason="rejected-no-endpoints", message="none", retry_after_s=3))
+            return pb.PlaceResponse(
+                rejection=pb.Rejection(status=503, reason="rejected-no-endpoints", message="none", retry_after_s=3)
+            )
         placement = pb.Placement(decode=instance(decode), pool_prefix_tokens=64)
         if prefill is not None:
             placement.prefill.CopyFrom(instance(prefill))

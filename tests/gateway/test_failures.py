@@ -16,7 +16,9 @@ TEXT = "".join(WORDS)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("fault", ["status500", "status503", "status404", "die before start", "end early", "die after start", "error500"])
+@pytest.mark.parametrize(
+    "fault", ["status500", "status503", "status404", "die before start", "end early", "die after start", "error500"]
+)
 async def test_prefill_fails(bed: Bed, fault: str, stream: bool) -> None:
     bed.prefills[0].prefill_faults = [fault]
     if fault == "die after start":
@@ -116,7 +118,9 @@ async def test_nobody_left(bed: Bed) -> None:
         worker.decode_faults = ["die before"] * 5
     answer = await bed.completion()
     assert answer.status_code == 503
-    assert answer.headers["retry-after"] == "3" and answer.headers["x-mooncake-dropped-reason"] == "rejected-no-endpoints"
+    assert (
+        answer.headers["retry-after"] == "3" and answer.headers["x-mooncake-dropped-reason"] == "rejected-no-endpoints"
+    )
     await eventually("idle", bed.idle)
 
 

@@ -111,8 +111,18 @@ async def test_taken_port_is_said(etcd: Etcd) -> None:
     async with Process(etcd) as first:
         port = first.url.rpartition(":")[2]
         second = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "mooncake", "gateway", "--name", "gateway-1", "--etcd", ",".join(etcd.endpoints), "--port", port,
-            stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            sys.executable,
+            "-m",
+            "mooncake",
+            "gateway",
+            "--name",
+            "gateway-1",
+            "--etcd",
+            ",".join(etcd.endpoints),
+            "--port",
+            port,
+            stderr=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
         )
         _, said = await asyncio.wait_for(second.communicate(), 30)
         assert second.returncode

@@ -35,19 +35,65 @@ CURIOUS = (
 CHATS: dict[str, dict[str, Any]] = {
     "user": {"messages": [USER]},
     "turns": {"messages": [SYSTEM, USER, {"role": "assistant", "content": "No."}, USER]},
-    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": ""}, {"type": "text", "text": "b"}]}]},
-    "null content and tool calls": {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "c1", "content": "42"}]},
-    "tool result in parts": {"messages": [USER, {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}]},
-    "bad arguments": {"messages": [USER, {"role": "assistant", "content": "x", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{nope"}}]}]},
-    "empty arguments": {"messages": [USER, {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": ""}}]}]},
+    "parts": {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": ""}, {"type": "text", "text": "b"}],
+            }
+        ]
+    },
+    "null content and tool calls": {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "42"},
+        ]
+    },
+    "tool result in parts": {
+        "messages": [
+            USER,
+            {
+                "role": "tool",
+                "tool_call_id": "c1",
+                "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}],
+            },
+        ]
+    },
+    "bad arguments": {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "content": "x",
+                "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{nope"}}],
+            },
+        ]
+    },
+    "empty arguments": {
+        "messages": [USER, {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": ""}}]}]
+    },
     "names": {"messages": [USER | {"name": "ann"}]},
     "custom role": {"messages": [{"role": "critic", "content": "hm"}, USER]},
     "developer": {"messages": [USER, {"role": "developer", "content": "late rules"}, SYSTEM, USER]},
     "reasoning": {"messages": [USER, {"role": "assistant", "content": "x", "reasoning_content": "because"}, USER]},
-    "tools": {"messages": [USER], "tools": [TOOL, {"type": "function", "function": {"name": "g", "description": "d", "strict": True, "parameters": {"b": 1, "a": 2}}}]},
+    "tools": {
+        "messages": [USER],
+        "tools": [
+            TOOL,
+            {
+                "type": "function",
+                "function": {"name": "g", "description": "d", "strict": True, "parameters": {"b": 1, "a": 2}},
+            },
+        ],
+    },
     "tools none": {"messages": [USER], "tools": [TOOL], "tool_choice": "none"},
     "no generation prompt": {"messages": [USER], "add_generation_prompt": False},
-    "continued": {"messages": [USER, {"role": "assistant", "content": "One, two"}], "add_generation_prompt": False, "continue_final_message": True},
+    "continued": {
+        "messages": [USER, {"role": "assistant", "content": "One, two"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    },
     "kwargs": {"messages": [USER], "chat_template_kwargs": {"custom": "z", "unused": 1, "enable_thinking": False}},
     "effort": {"messages": [USER], "reasoning_effort": "low"},
     "documents": {"messages": [USER], "documents": [{"title": "t", "text": "x"}]},
@@ -120,8 +166,10 @@ async def test_ids_equal_real_vllm(pool: TokenizerPool, plain: tuple[str, str]) 
             ours = msgspec.json.decode((await pool.render(job(directory, body))).token_json)
             if ours != theirs:
                 wrong[name] = (ours, theirs)
-        for name, body in ({k: v for k, v in CHATS.items()} | {k: v for k, v in TEXTS.items() if k != "token ids"}).items():
-            call = parse_call(Route.CHAT if "messages" in body else Route.COMPLETIONS, json.dumps({"model": "tiny"} | body).encode())
+        for name, body in (dict(CHATS.items()) | {k: v for k, v in TEXTS.items() if k != "token ids"}).items():
+            call = parse_call(
+                Route.CHAT if "messages" in body else Route.COMPLETIONS, json.dumps({"model": "tiny"} | body).encode()
+            )
             tokens = (await client.post(f"{url}/tokenize", json={"model": "tiny"} | tokenize_body(call))).json()
             ours = msgspec.json.decode((await pool.render(job(directory, body))).token_json)
             if tokens.get("tokens") != ours:

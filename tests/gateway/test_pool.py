@@ -134,7 +134,10 @@ async def test_queue_is_bounded(pool: TokenizerPool, model_dir: str) -> None:
 
 async def test_a_long_prompt_delays_nobody(pool: TokenizerPool, model_dir: str) -> None:
     """128k tokens, as text and as ids: meanwhile the loop keeps its 5 ms beat and short prompts go through the other process."""
-    long = [pool.render(text(model_dir, "hello world this is " * 33_000, 300_000)), pool.render(text(model_dir, list(range(128_000)), 300_000))]
+    long = [
+        pool.render(text(model_dir, "hello world this is " * 33_000, 300_000)),
+        pool.render(text(model_dir, list(range(128_000)), 300_000)),
+    ]
     running = asyncio.gather(*long)
     lags, short = [], []
     while not running.done():

@@ -37,7 +37,14 @@ async def test_two_legs(bed: Bed) -> None:
     (prefill,) = bed.prefills[0].prefills
     params = prefill.pop("kv_transfer_params")["mooncake"]
     assert prefill == {
-        "model": "tiny", "prompt": list(range(100)), "max_tokens": 1, "temperature": 0, "n": 1, "stream": False, "ignore_eos": True, "cache_salt": "s",
+        "model": "tiny",
+        "prompt": list(range(100)),
+        "max_tokens": 1,
+        "temperature": 0,
+        "n": 1,
+        "stream": False,
+        "ignore_eos": True,
+        "cache_salt": "s",
     }
     assert params["leg"] == "prefill"
     assert params["digest"] == prompt_digest(range(100)).hex()
@@ -58,7 +65,12 @@ async def test_two_legs(bed: Bed) -> None:
     assert asked.block_keys == pack_keys(block_keys(root, list(range(100)), 32))
     assert (asked.prompt_tokens, asked.max_output_tokens, asked.block_size, asked.single_worker) == (100, 8, 32, False)
     await eventually("the reports", lambda: pb.FINISHED in bed.conductor.kinds(request_id))
-    assert sorted(bed.conductor.kinds(request_id)) == [pb.PREFILL_STARTED, pb.PREFILL_FINISHED, pb.FIRST_TOKEN, pb.FINISHED]
+    assert sorted(bed.conductor.kinds(request_id)) == [
+        pb.PREFILL_STARTED,
+        pb.PREFILL_FINISHED,
+        pb.FIRST_TOKEN,
+        pb.FINISHED,
+    ]
     await eventually("idle", bed.idle)
     assert bed.prefills[0].released == []
     assert bed.value("requests_total", model="tiny", route="/v1/completions", status="200") == 1
@@ -89,7 +101,14 @@ async def test_cached_tokens_zero_is_said(bed: Bed) -> None:
 
 @pytest.mark.parametrize(
     "extra",
-    [{"echo": True}, {"prompt_logprobs": 1}, {"suffix": "x"}, {"prompt": ["a", "b"]}, {"use_beam_search": True}, {"truncate_prompt_tokens": 5}],
+    [
+        {"echo": True},
+        {"prompt_logprobs": 1},
+        {"suffix": "x"},
+        {"prompt": ["a", "b"]},
+        {"use_beam_search": True},
+        {"truncate_prompt_tokens": 5},
+    ],
     ids=str,
 )
 async def test_one_worker(bed: Bed, extra: dict[str, Any]) -> None:
@@ -128,7 +147,9 @@ async def test_decoding_leg_waits_for_the_start(bed: Bed) -> None:
 
 
 async def test_fifty_with_the_same_client_id(bed: Bed) -> None:
-    answers = await asyncio.gather(*(bed.completion(headers={"x-request-id": "same"}, stream=i % 2 == 0) for i in range(50)))
+    answers = await asyncio.gather(
+        *(bed.completion(headers={"x-request-id": "same"}, stream=i % 2 == 0) for i in range(50))
+    )
     assert {a.status_code for a in answers} == {200}
     assert {a.headers["x-request-id"] for a in answers} == {"same"}
     assert len({a.headers["x-mooncake-request-id"] for a in answers}) == 50
@@ -166,7 +187,11 @@ async def test_trace(bed: Bed) -> None:
     assert {t["request_id"] for t in traces} == {request_id}
     whos = {e["who"] for e in traces[0]["events"]}
     assert whos == {"gateway-0", "prefill-0", "decode-0"}
-    assert [e["event"] for e in traces[0]["events"] if e["who"] == "gateway-0"][:3] == ["received", "tokenized", "placed"]
+    assert [e["event"] for e in traces[0]["events"] if e["who"] == "gateway-0"][:3] == [
+        "received",
+        "tokenized",
+        "placed",
+    ]
     assert (await bed.http.get("/debug/trace/unknown")).status_code == 404
 
 

@@ -27,10 +27,25 @@ BAD: dict[str, tuple[str, Any, int, str | None]] = {
     "messages missing": ("/v1/chat/completions", {"model": "tiny"}, 400, "messages"),
     "message is no object": ("/v1/chat/completions", CHAT | {"messages": ["x"]}, 400, "messages.0"),
     "message without role": ("/v1/chat/completions", CHAT | {"messages": [{"content": "x"}]}, 400, "messages.0.role"),
-    "content is a number": ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),
+    "content is a number": (
+        "/v1/chat/completions",
+        CHAT | {"messages": [{"role": "user", "content": 5}]},
+        400,
+        "messages.0.content",
+    ),
     "stream is a string": ("/v1/chat/completions", CHAT | {"stream": "perhaps"}, 400, "stream"),
-    "stream_options without stream": ("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}}, 400, "stream_options"),
-    "stream_options is a list": ("/v1/completions", COMPLETION | {"stream": True, "stream_options": [1]}, 400, "stream_options"),
+    "stream_options without stream": (
+        "/v1/chat/completions",
+        CHAT | {"stream_options": {"include_usage": True}},
+        400,
+        "stream_options",
+    ),
+    "stream_options is a list": (
+        "/v1/completions",
+        COMPLETION | {"stream": True, "stream_options": [1]},
+        400,
+        "stream_options",
+    ),
     "unknown model": ("/v1/chat/completions", CHAT | {"model": "gpt-9"}, 404, "model"),
     "prompt missing": ("/v1/completions", {"model": "tiny"}, 400, "prompt"),
     "empty prompt": ("/v1/completions", COMPLETION | {"prompt": []}, 400, "prompt"),
@@ -38,7 +53,12 @@ BAD: dict[str, tuple[str, Any, int, str | None]] = {
     "negative token id": ("/v1/completions", COMPLETION | {"prompt": [1, -5]}, 400, "prompt"),
     "huge token id": ("/v1/completions", COMPLETION | {"prompt": [1, 1 << 40]}, 400, "prompt"),
     "negative max_tokens": ("/v1/chat/completions", CHAT | {"max_tokens": -1}, 400, "max_tokens"),
-    "zero max_completion_tokens": ("/v1/chat/completions", CHAT | {"max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    "zero max_completion_tokens": (
+        "/v1/chat/completions",
+        CHAT | {"max_completion_tokens": 0},
+        400,
+        "max_completion_tokens",
+    ),
     "max_tokens is a string": ("/v1/completions", COMPLETION | {"max_tokens": "many"}, 400, "max_tokens"),
     "zero n": ("/v1/completions", COMPLETION | {"n": 0}, 400, "n"),
     "n is true": ("/v1/completions", COMPLETION | {"n": True}, 400, "n"),
@@ -56,8 +76,6 @@ def assert_error(response: httpx.Response, status: int, param: str | None = None
     assert "Traceback" not in response.text and ".py" not in response.text
     assert response.headers["x-mooncake-request-id"]
     return dict(error)
-
-
 
 
 async def test_bad_input(bed: Bed) -> None:
@@ -130,7 +148,10 @@ async def test_model_may_be_left_out_when_there_is_one(bed: Bed) -> None:
 
 
 async def test_adapters(bed: Bed) -> None:
-    async with FakeWorker("prefill-2", ("prefill",), "base", lora_adapters=["lora-a"]) as p, FakeWorker("decode-2", ("decode",), "base", lora_adapters=["lora-a"]) as d:
+    async with (
+        FakeWorker("prefill-2", ("prefill",), "base", lora_adapters=["lora-a"]) as p,
+        FakeWorker("decode-2", ("decode",), "base", lora_adapters=["lora-a"]) as d,
+    ):
         for worker in (p, d):
             bed.gateway.directory.on_record("up", worker.record)
         bed.conductor.workers += [p, d]
@@ -182,7 +203,11 @@ async def test_bad_slo_header(bed: Bed) -> None:
         (Route.CHAT, {}, None),
         (Route.CHAT, {"n": 3, "logprobs": True, "tools": [{}], "response_format": {"type": "json_object"}}, None),
         (Route.CHAT, {"prompt_logprobs": 0}, "prompt_logprobs"),
-        (Route.CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "media"),
+        (
+            Route.CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "media",
+        ),
         (Route.CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, "y"]}]}, None),
         (Route.COMPLETIONS, {"prompt": ["one"]}, None),
         (Route.COMPLETIONS, {"prompt": [[1, 2]]}, None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -40,11 +41,17 @@ def test_one_byte_at_a_time() -> None:
     assert relay([STREAM[i : i + 1] for i in range(len(STREAM))], 3) == expected(3)
 
 
-@given(st.lists(st.text(max_size=20), max_size=8), st.lists(st.integers(0, 400), max_size=12), st.sampled_from(["\n\n", "\r\n\r\n"]))
+@given(
+    st.lists(st.text(max_size=20), max_size=8),
+    st.lists(st.integers(0, 400), max_size=12),
+    st.sampled_from(["\n\n", "\r\n\r\n"]),
+)
 def test_what_needs_no_correction_is_the_same_bytes(texts: list[str], cuts: list[int], end: str) -> None:
-    raw = "".join("data: " + json.dumps({"choices": [{"text": t}]}, ensure_ascii=len(t) % 2 == 0) + end for t in texts).encode("utf-8", "surrogatepass")
+    raw = "".join(
+        "data: " + json.dumps({"choices": [{"text": t}]}, ensure_ascii=len(t) % 2 == 0) + end for t in texts
+    ).encode("utf-8", "surrogatepass")
     places = sorted({0, len(raw), *(min(c, len(raw)) for c in cuts)})
-    pieces = [raw[a:b] for a, b in zip(places, places[1:], strict=False)]
+    pieces = [raw[a:b] for a, b in itertools.pairwise(places)]
     splitter = EventSplitter()
     events = [e for p in pieces for e in splitter.feed(p)]
     assert len(events) == len(texts)
@@ -52,7 +59,10 @@ def test_what_needs_no_correction_is_the_same_bytes(texts: list[str], cuts: list
 
 
 def test_corrections() -> None:
-    events = [json.loads(e.removeprefix("data: ")) for e in expected(3).decode().replace(": ping\r\n\r\n", "").split("\n\n")[:3]]
+    events = [
+        json.loads(e.removeprefix("data: "))
+        for e in expected(3).decode().replace(": ping\r\n\r\n", "").split("\n\n")[:3]
+    ]
     assert events[0] == {"choices": [{"text": '你好🦀 "usage": {x}'}]}
     assert events[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     assert events[2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3, "other": 1}
