@@ -9,6 +9,7 @@ Does not know: how long work takes (estimators.py), or which instance is good (p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -125,8 +126,11 @@ class Charge:
     estimate: Estimate
     expires_at_s: float
     two_legs: bool
+    presumed_prefilled_s: float = math.inf
+    """When a prefill of which nobody tells counts as over."""
     stage: Stage = Stage.PLACED
-    prefill_end_s: float = 0.0  # the gateway's at_s
+    prefill_end_s: float = 0.0  # the gateway's at_s, as the next one
+    first_token_s: float = 0.0
     _decoding: bool = True
 
     def start_prefill(self, now: float) -> None:

@@ -13,10 +13,10 @@ class ConductorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     ttft_slo_s: Annotated[
         float, Meta(description="reject (429) when the estimated time to first token exceeds this; 0: never", ge=0)
-    ] = 30.0
+    ] = 60.0
     tbt_slo_s: Annotated[
         float, Meta(description="reject (429) when the estimated time between tokens exceeds this; 0: never", ge=0)
-    ] = 0.3
+    ] = 1.0
     reject_infeasible: Annotated[
         bool,
         Meta(

@@ -33,6 +33,9 @@ from conductor.messages import (
 from conductor.placement import Decision, MissingRole, decide
 from mooncake.common.ids import InstanceId, InstanceName, RequestId
 
+_STREAMED_TBT_SHARE = 0.3
+"""Tokens that came closer together than this share of the estimated TBT were not streamed."""
+
 
 @dataclass(slots=True)
 class Totals:
@@ -56,6 +59,7 @@ class Conductor:
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
         self._charges = ChargeBook()
+        self._alone: dict[RequestId, Charge] = {}  # of one instance: nobody may tell of the end of their prefill
         self.fleet = Fleet(config, in_use=lambda model: any(c.model == model for c in self._charges))
         self.totals = Totals()
 
@@ -101,6 +105,9 @@ class Conductor:
             expires_at_s=now + self._config.charge_ttl_s,
             two_legs=decision.prefill is not decision.decode,
         )
+        if not charge.two_legs:
+            self._alone[charge.request_id] = charge
+            charge.presumed_prefilled_s = now + 2 * (plan.ttft_s + decision.estimate.ttft_error_s) + 1.0
         self._charges.open(charge, prefill_work(request.prompt_tokens, plan.prefix_tokens, plan.transfer_s), now)
         until_s = now + plan.ttft_s + self._config.speculative_ttl_s
         self.fleet.expect(request, decision.prefill.instance_id, until_s)
@@ -117,7 +124,7 @@ class Conductor:
     # --- what gateways saw ---
 
     def report(self, events: Iterable[RequestEvent], now: float) -> list[Outcome]:
-        """Applies events; returns each first token beside its estimate. Unknown requests are ignored."""
+        """Applies events; returns each finished request's first token beside its estimate. Unknown ones are ignored."""
         outcomes = []
         for event in events:
             charge = self._charges.get(event.request_id)
@@ -135,12 +142,10 @@ class Conductor:
                 charge.prefill_end_s = event.at_s
             case EventKind.FIRST_TOKEN if charge.stage is not Stage.DECODING:
                 self._prefill_ended(charge, now)
-                charge.stage = Stage.DECODING
-                return self._first_token(charge, event.at_s, now)
+                charge.stage, charge.first_token_s = Stage.DECODING, event.at_s
             case EventKind.FINISHED:
                 self._end(charge.request_id, now)
-                if (state := self.fleet.model(charge.model)) is not None:
-                    state.estimators.observe_output(event.output_tokens)
+                return self._learn(charge, event, now)
             case EventKind.LEG_FAILED:
                 self.totals.legs_failed += 1
                 self._end(charge.request_id, now)
@@ -153,17 +158,24 @@ class Conductor:
             charge.end_prefill(now)
             self.fleet.computed(charge.request_id, now)
 
-    def _first_token(self, charge: Charge, ttft_s: float, now: float) -> Outcome:
-        outcome = Outcome(charge.request_id, charge.model, charge.estimate, ttft_s)
+    def _learn(self, charge: Charge, end: RequestEvent, now: float) -> Outcome | None:
+        """What a finished request teaches. Only now it shows whether its first token came alone."""
         state = self.fleet.model(charge.model)
-        if state is not None:
-            if charge.two_legs and charge.prefill_end_s:
-                state.estimators.observe_hand_over(charge.prompt_tokens, ttft_s - charge.prefill_end_s, now)
-            state.estimators.ttft_bar.observe(outcome.within_bar)
+        if state is None:
+            return None
+        state.estimators.observe_output(end.output_tokens)
+        if charge.stage is not Stage.DECODING or _came_at_once(charge, end):
+            return None
+        if charge.two_legs and charge.prefill_end_s:
+            hand_over_s = charge.first_token_s - charge.prefill_end_s
+            state.estimators.observe_hand_over(charge.prompt_tokens, hand_over_s, now)
+        outcome = Outcome(charge.request_id, charge.model, charge.estimate, charge.first_token_s)
+        state.estimators.ttft_bar.observe(outcome.within_bar)
         return outcome
 
     def _end(self, request_id: RequestId, now: float) -> Charge | None:
         charge = self._charges.release(request_id, now)
+        self._alone.pop(request_id, None)
         if charge is not None and charge.stage < Stage.PREFILLED:  # as far as we know, its blocks were never computed
             self.fleet.not_computed(request_id)
         return charge
@@ -202,7 +214,11 @@ class Conductor:
         """Call about once a second: ends charges, speculation and suspects whose time is over."""
         for charge in self._charges.expire(now):
             self.totals.expired += 1
+            self._alone.pop(charge.request_id, None)
             self.fleet.not_computed(charge.request_id)
+        for charge in [c for c in self._alone.values() if c.presumed_prefilled_s <= now]:
+            del self._alone[charge.request_id]
+            self._prefill_ended(charge, now)
         self.fleet.tick(now)
 
     def begin_term(self, now: float) -> None:
@@ -223,6 +239,12 @@ class Conductor:
         if state is None:
             return 0.0
         return state.estimators.queue_s(instance.instance_id, instance.queue, instance.foreign_waiting, now)
+
+
+def _came_at_once(charge: Charge, end: RequestEvent) -> bool:
+    """Whether the answer was not streamed: its "first token" then came with its last and says nothing of TTFT."""
+    apart_s = end.at_s - charge.first_token_s
+    return end.output_tokens > 1 and apart_s < _STREAMED_TBT_SHARE * charge.estimate.tbt_s * (end.output_tokens - 1)
 
 
 def _placement(decision: Decision) -> Placement:

@@ -41,7 +41,9 @@ class Setup:
     seed: int = 1
     speed: float = 1.0
     model: NodeModel = field(default_factory=NodeModel)
-    config: ConductorConfig = field(default_factory=lambda: ConductorConfig(tbt_slo_s=0.1, reject_infeasible=True))
+    config: ConductorConfig = field(
+        default_factory=lambda: ConductorConfig(ttft_slo_s=30.0, tbt_slo_s=0.1, reject_infeasible=True)
+    )
     event_delay_s: float = 0.02
     report_every_s: float = 0.5
     pool_tokens: int = 50_000_000

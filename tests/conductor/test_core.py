@@ -248,10 +248,36 @@ def test_a_requests_life_is_charged_and_released() -> None:
     assert (len(p.queue), d.load.sequences) == (1, 1)
     core.report([event("a", EventKind.PREFILL_STARTED), event("a", EventKind.PREFILL_FINISHED, at_s=1.0)], 1.0)
     assert (len(p.queue), d.load.sequences) == (0, 1)
-    (outcome,) = core.report([event("a", EventKind.FIRST_TOKEN, at_s=1.1)], 1.1)
+    core.report([event("a", EventKind.FIRST_TOKEN, at_s=at_s) for at_s in (1.1, 1.2)], 1.2)
+    (outcome,) = core.report([event("a", EventKind.FINISHED, at_s=2.0, output_tokens=5)] * 2, 2.0)
     assert (outcome.ttft_s, outcome.request_id) == (1.1, "a")
-    assert core.report([event("a", EventKind.FIRST_TOKEN, at_s=1.2)], 1.2) == []
-    core.report([event("a", EventKind.FINISHED, output_tokens=5), event("a", EventKind.FINISHED)], 2.0)
+    assert nothing_charged(core)
+
+
+def test_answers_that_are_not_streamed_teach_nothing_about_ttft() -> None:
+    core = cluster("p0", "d0")
+    teach(core, "d0")
+    estimators = core.fleet.model(MODEL).estimators  # type: ignore[union-attr]
+    before_s = estimators.hand_over_s(1000)
+    for i in range(20):
+        core.place(request(f"r{i}"), 10.0 * i)
+        kinds = ((EventKind.PREFILL_FINISHED, 1.0), (EventKind.FIRST_TOKEN, 9.0), (EventKind.FINISHED, 9.01))
+        events = [event(f"r{i}", kind, at_s=at_s, output_tokens=100) for kind, at_s in kinds]
+        assert core.report(events, 10.0 * i + 9) == []
+    assert estimators.hand_over_s(1000) == before_s
+    assert estimators.ttft_bar.scale == 1.0
+    assert nothing_charged(core)
+
+
+def test_a_prefill_of_which_nobody_tells_is_presumed_over_in_time() -> None:
+    core = cluster("d0")
+    core.place(request("whole", single_worker=True), 0.0)
+    (d,) = core.fleet
+    core.tick(1.0)
+    assert len(d.queue) == 1
+    core.tick(5.0)
+    assert (len(d.queue), d.load.sequences) == (0, 1)
+    core.report([event("whole", EventKind.FINISHED, at_s=9.0)], 9.0)
     assert nothing_charged(core)
 
 
