@@ -27,6 +27,7 @@ _MIN_LEASE_S = 0.05
 @dataclass(slots=True)
 class _Lease:
     records: list[Record]
+    segments: frozenset[Segment]
     ends_s: float
 
 
@@ -85,6 +86,7 @@ class MasterCore:
                 self._adopted[segment].append(record)
         if not report.more:
             segment.loading = False
+            self.pool.drop_log(segment).settle(segment.records)
             self._hold(now, self._adopted.pop(segment))
         return True
 
@@ -132,8 +134,11 @@ class MasterCore:
                 segment.suspect_since_s = now
 
     def _usable(self, now: float, segment: Segment) -> bool:
-        fresh = now - segment.heartbeat_s <= self.settings.segment_fresh_s
-        return segment.alive and not segment.loading and segment.suspect_since_s is None and fresh
+        heard = segment.suspect_since_s is None and self._fresh(now, segment)
+        return segment.alive and not segment.loading and heard
+
+    def _fresh(self, now: float, segment: Segment) -> bool:
+        return now - segment.heartbeat_s <= self.settings.segment_fresh_s
 
     def _drop(self, segment: Segment) -> None:
         self._end_hold(self._adopted.pop(segment, ()))
@@ -167,17 +172,20 @@ class MasterCore:
         for record in records:
             self.pool.pin(record)
         lease_id, lease_s = self._new_id(), _clamp(lease_s, self.settings.max_read_lease_s)
-        self._leases[lease_id] = _Lease(records, now + lease_s)
+        segments = frozenset(replica.segment for record in records for replica in record.replicas)
+        self._leases[lease_id] = _Lease(records, segments, now + lease_s)
         self._at(now + lease_s, lambda at: self._lease_timer(at, lease_id))
         return m.Granted(lease_id, lease_s, objects)
 
     def renew(self, now: float, lease_id: int, lease_s: float) -> float:
-        """Seconds that the lease now has; 0 when it is over."""
+        """Seconds that the lease now has; 0 when it is over. It grows only while all nodes that it names still speak to
+        us: else one of them may speak to a new master, who waits for what was granted before and not longer."""
         self.tick(now)
         lease = self._leases.get(lease_id)
         if lease is None:
             return 0.0
-        lease.ends_s = max(lease.ends_s, now + _clamp(lease_s, self.settings.max_read_lease_s))
+        if all(segment.alive and self._fresh(now, segment) for segment in lease.segments):
+            lease.ends_s = max(lease.ends_s, now + _clamp(lease_s, self.settings.max_read_lease_s))
         return lease.ends_s - now
 
     def get_end(self, now: float, lease_id: int, dead_instances: Iterable[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What a node has yet to hear: versions that were evicted or removed, in order, until it says that it has heard.
+"""What a node has yet to hear: versions that were evicted or removed, until it says that it has heard.
 
 Knows: one node life's backlog, bounded. Does not know: objects, time. Without it a removed object would come back with
 the next report (a node keeps intact bytes until they are overwritten).
@@ -7,7 +7,7 @@ the next report (a node keeps intact bytes until they are overwritten).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 
 class DropLog:
@@ -19,15 +19,26 @@ class DropLog:
         self._max = max_versions
         self._backlog: deque[int] = deque()
         self._pending: set[int] = set()
+        self._withheld: set[int] = set()
         self._acked = 0  # sequence number of the version before the backlog's first
 
     def __len__(self) -> int:
         return len(self._backlog)
 
     def __contains__(self, version: int) -> bool:
-        return version in self._pending
+        return version in self._pending or version in self._withheld
+
+    def withhold(self, version: int) -> None:
+        """It is removed, but readers may still read it: the node must go on reporting it, so that no new master gives
+        its memory to somebody else. `add` follows when the last reader has left."""
+        self._withheld.add(version)
+
+    def settle(self, reported: Container[int]) -> None:
+        """The node has reported anew: what it does not hold any more needs no `add`."""
+        self._withheld = {version for version in self._withheld if version in reported}
 
     def add(self, version: int) -> None:
+        self._withheld.discard(version)
         self._backlog.append(version)
         self._pending.add(version)
         if len(self._backlog) > self._max:

@@ -67,26 +67,26 @@ class Pool:
     def adopt(
         self, segment: Segment, key: bytes, version: int, length: int, extents: Sequence[Extent]
     ) -> Record | None:
-        """An object that a node reports. The record is pinned (for the caller to unpin); None when the report is
-        refused: broken, older than what is known, or removed meanwhile."""
+        """An object that a node reports. The record is pinned (for the caller to unpin), and GONE when it is older than
+        what is known or was removed meanwhile: somebody may still read it. None when the report is broken."""
         if length <= 0 or total_bytes(extents) != length or not segment.allocator.reserve_all(extents):
             return None
         log, known = self.drop_log(segment), self.index.get(key)
-        removed = version in log
-        if not removed and known is not None and known.state is State.LIVE and known.version < version:
+        stale = version in log
+        if not stale and known is not None and known.state is State.LIVE and known.version < version:
             self.remove(known)
             known = None
-        if removed or (known is not None and not _joins(known, segment, version, length)):
-            segment.allocator.free(extents)
-            if not removed and (known is None or known.version != version):
-                log.add(version)
-            return None
-        if known is None:
-            known = self.index[key] = Record(key, version, length, state=State.LIVE)
-        self.pin(known)  # also takes it out of the LRU, which must not see it change
-        known.replicas.append(Replica(segment, tuple(extents)))
-        segment.records[version] = known
-        return known
+        if stale or (known is not None and not _joins(known, segment, version, length)):
+            record = Record(key, version, length, state=State.GONE)
+            log.withhold(version)
+        elif known is None:
+            record = self.index[key] = Record(key, version, length, state=State.LIVE)
+        else:
+            record = known
+        self.pin(record)  # also takes it out of the LRU, which must not see it change
+        record.replicas.append(Replica(segment, tuple(extents)))
+        segment.records[version] = record
+        return record
 
     # --- memory ---
 
@@ -156,7 +156,7 @@ class Pool:
         self._unlist(record)
         record.state = State.GONE
         for replica in record.replicas:
-            self.drop_log(replica.segment).add(record.version)
+            self.drop_log(replica.segment).withhold(record.version)
         if not record.pins:
             self._release(record)
 
@@ -177,6 +177,7 @@ class Pool:
     def _release(self, record: Record) -> None:
         for replica in record.replicas:
             replica.segment.records.pop(record.version, None)
+            self.drop_log(replica.segment).add(record.version)
         self.free((r.segment, r.extents) for r in record.replicas)
         record.replicas = []
 

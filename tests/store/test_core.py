@@ -251,7 +251,10 @@ def test_the_later_of_two_reported_versions_wins() -> None:
         found = core.query(0, [A])[0]
         assert found is not None and found.length == (2 * G if second == 9 else G)
         loser = "s0" if second == 9 else "s1"
-        assert list(core.heartbeat(0, loser, f"{loser}-life", 1).dropped) == [5]
+        assert not core.heartbeat(0, loser, f"{loser}-life", 1).dropped, "somebody may still read it"
+        for now in range(1, 17):
+            beat(core, now, "s0", "s1")
+        assert list(core.heartbeat(17, loser, f"{loser}-life", 1).dropped) == [5]
 
 
 def test_reported_copies_of_one_version_are_replicas() -> None:
@@ -271,8 +274,12 @@ def test_the_node_hears_what_was_dropped_until_it_says_so() -> None:
         assert list(answer.dropped) == [version]
     mount(core, 0, "s0", 2, number=2, held=[held(A, version, (0, 1))])
     assert has(core, 0, A) == [False], "removed, and the node had not heard of it"
-    answer = core.heartbeat(0, "s0", "s0-life", 2, ack=answer.dropped_seq)
-    assert not answer.dropped
+    for now in range(1, 17):
+        core.heartbeat(now, "s0", "s0-life", 2)
+    assert allocated(core, 17) == 0
+    answer = core.heartbeat(17, "s0", "s0-life", 2)
+    assert version in answer.dropped
+    assert not core.heartbeat(17, "s0", "s0-life", 2, ack=answer.dropped_seq).dropped
 
 
 def test_remove() -> None:
