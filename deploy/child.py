@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from mooncake.common.role import READY_PREFIX, parse_ready
 
 _POLL_S = 0.1
 _TAIL_BYTES = 16 << 10
+_ERROR_SCAN_BYTES = 4 << 20
+_ERROR_LINE = re.compile(r"\b[A-Z][A-Za-z]*(?:Error|Exception): [^\n]{1,300}")
 
 State = Literal["waiting", "starting", "ready", "ended", "stopped"]
 
@@ -137,7 +140,18 @@ class Child:
 
     def _tail(self) -> str:
         lines = self.last_log_lines(20)
-        return f"; the last lines of {self.spec.log}:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
+        if not lines:
+            return ""
+        errors = self._first_errors(3)
+        parts = [f"; the last lines of {self.spec.log}:", *(f"    {line}" for line in lines)]
+        return "\n".join(parts + (["  first errors in it:", *(f"    {line}" for line in errors)] if errors else []))
+
+    def _first_errors(self, count: int) -> list[str]:
+        """The root cause often stands far above the last lines (a vLLM server prints three tracebacks for one)."""
+        with self.spec.log.open("rb") as log:
+            log.seek(self._log_start)
+            text = log.read(_ERROR_SCAN_BYTES).decode(errors="replace")
+        return list(dict.fromkeys(_ERROR_LINE.findall(text)))[:count]
 
     def last_log_lines(self, count: int) -> list[str]:
         """Of the present start."""

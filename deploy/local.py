@@ -44,7 +44,6 @@ async def _plan(config: UpConfig, run_dir: RunDir, config_file: Path | None) -> 
     from mooncake.gateway.config import GatewayConfig
     from mooncake.models import resolve_model
     from mooncake.vllm.host_config import WorkerConfig
-    from store.node.config import NodeConfig
 
     model_dir = await asyncio.to_thread(resolve_model, config.model)
     return make_plan(
@@ -54,8 +53,14 @@ async def _plan(config: UpConfig, run_dir: RunDir, config_file: Path | None) -> 
         config_file=config_file,
         worker_options=option_names(WorkerConfig),
         gateway_options=option_names(GatewayConfig),
-        node_options=option_names(NodeConfig),
+        node_options=_node_options() if config.store_nodes else frozenset(),
     )
+
+
+def _node_options() -> frozenset[str]:
+    from store.node.config import NodeConfig
+
+    return option_names(NodeConfig)
 
 
 class Cluster:
