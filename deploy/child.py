@@ -151,7 +151,8 @@ class Child:
         with self.spec.log.open("rb") as log:
             log.seek(self._log_start)
             text = log.read(_ERROR_SCAN_BYTES).decode(errors="replace")
-        return list(dict.fromkeys(_ERROR_LINE.findall(text)))[:count]
+        found = (_ERROR_LINE.search(line) for line in text.splitlines() if "WARNING" not in line)
+        return list(dict.fromkeys(match[0].rstrip('"') for match in found if match))[:count]
 
     def last_log_lines(self, count: int) -> list[str]:
         """Of the present start."""
