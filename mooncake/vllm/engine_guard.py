@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -31,16 +32,34 @@ def become_subreaper() -> None:
 
 
 def descendants(root: int) -> dict[int, bool]:
-    """Pids below `root` (zombies left out), and whether each is a multiprocessing resource tracker."""
-    children: dict[int, list[int]] = {}
+    """Pids below `root`, and whether each is a multiprocessing resource tracker. Zombies are left out."""
+    return _below([pid for pid, (parent, _) in _processes().items() if parent == root])
+
+
+def session_members(session: int) -> dict[int, bool]:
+    """As `descendants`: the processes of a session and what is below them."""
+    return _below([pid for pid, (_, of) in _processes().items() if of == session])
+
+
+def _processes() -> dict[int, tuple[int, int]]:
+    """Pid to parent and session of every process that is no zombie."""
+    found: dict[int, tuple[int, int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{entry}/stat", "rb") as stat:
-                state, parent = stat.read().rpartition(b")")[2].split()[:2]
+                state, parent, _, session = stat.read().rpartition(b")")[2].split()[:4]
                 if state != b"Z":
-                    children.setdefault(int(parent), []).append(int(entry))
+                    found[int(entry)] = int(parent), int(session)
+    return found
+
+
+def _below(start: list[int]) -> dict[int, bool]:
+    """`start` and everything below it."""
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in _processes().items():
+        children.setdefault(parent, []).append(pid)
     found: dict[int, bool] = {}
-    todo = list(children.get(root, ()))
+    todo = list(start)
     while todo:
         pid = todo.pop()
         if pid not in found:
@@ -57,25 +76,33 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-def kill_descendants(root: int, *, timeout_s: float = 10.0) -> bool:
-    """SIGKILL to everything below `root` until nothing is left; False when something is left after `timeout_s`.
+def kill_all(find: Callable[[], dict[int, bool]], *, timeout_s: float = 10.0) -> bool:
+    """SIGKILL to everything that `find` finds, until it finds nothing; False when it still does after `timeout_s`.
 
     Resource trackers come last: they remove the shared memory of those that were killed and then end by themselves.
     """
     start = time.monotonic()
     while time.monotonic() - start < timeout_s:
-        found = descendants(root)
+        found = find()
         spare_trackers = time.monotonic() - start < TRACKER_GRACE_S
         for pid, is_tracker in found.items():
             if not (is_tracker and spare_trackers):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        if root == os.getpid():
-            _reap()
         if not found:
             return True
         time.sleep(0.02)
     return False
+
+
+def _kill_family() -> None:
+    """Everything below the guard."""
+
+    def find() -> dict[int, bool]:
+        _reap()
+        return descendants(os.getpid())
+
+    kill_all(find)
 
 
 def _reap() -> dict[int, int]:
@@ -104,11 +131,11 @@ def main(folder: str, command: list[str]) -> int:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     for handled in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(handled, lambda *_: None)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_in_child)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_in_child)
     while True:
         readable, _, _ = select.select([0, wake_read], [], [])
         if 0 in readable and not os.read(0, 64):
-            kill_descendants(os.getpid())
+            _kill_family()
             shutil.rmtree(folder, ignore_errors=True)
             return 137
         for number in os.read(wake_read, 64) if wake_read in readable else b"":
@@ -117,7 +144,7 @@ def main(folder: str, command: list[str]) -> int:
                     os.kill(child.pid, signal.SIGTERM)
         code = _reap().get(child.pid)
         if code is not None:
-            kill_descendants(os.getpid())
+            _kill_family()
             return code if code >= 0 else 128 - code
 
 

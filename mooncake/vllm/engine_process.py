@@ -59,6 +59,7 @@ class EngineProcess:
         self.command = command
         self._guard: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None
+        self._lifeline = -1
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
 
     @property
@@ -77,29 +78,35 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Writes the configuration file and starts vLLM below its guard, in a session of its own."""
-        engine_guard.become_subreaper()  # of what is left should the guard itself be killed
         descriptor = os.open(self.command.config_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(self.command.config_text)
         _log.info("starting vLLM", extra={"fields": {"command": " ".join(self.command.argv)}})
-        self._guard = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", engine_guard.__file__, str(self.command.config_file.parent)),
-            *self.command.argv,
-            env=self.command.env,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._pump = asyncio.create_task(self._read_output(), name="vllm-output")
+        # Pipes of our own: asyncio's would make `wait` wait for everyone who holds them, not for the guard.
+        lifeline, self._lifeline = os.pipe()
+        output, written = os.pipe()
+        try:
+            self._guard = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", engine_guard.__file__, str(self.command.config_file.parent)),
+                *self.command.argv,
+                env=self.command.env,
+                stdin=lifeline,
+                stdout=written,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        finally:
+            os.close(lifeline)
+            os.close(written)
+        self._pump = asyncio.create_task(self._read_output(output), name="vllm-output")
 
     async def wait(self) -> int:
-        """The exit code, once it has ended and its last lines have been read."""
+        """The exit code, once it has ended, nothing of it is left and its last lines have been read."""
         assert self._guard is not None
         assert self._pump is not None
         code = await self._guard.wait()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._pump), 2.0)
+        await self._kill_rest()
+        await asyncio.wait({self._pump}, timeout=2.0)
         return code
 
     async def stop(self, timeout_s: float) -> None:
@@ -114,8 +121,8 @@ class EngineProcess:
             except TimeoutError:
                 _log.warning("vLLM did not end after SIGTERM, killing it", extra={"fields": {"after_s": timeout_s}})
                 await self.kill()
-        if not await asyncio.to_thread(engine_guard.kill_descendants, os.getpid()):
-            _log.error("a process of vLLM could not be killed")
+        await self._kill_rest()
+        self._cut_lifeline()
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
@@ -124,19 +131,36 @@ class EngineProcess:
         """Ends everything at once by closing the guard's lifeline."""
         if self._guard is None or self._guard.returncode is not None:
             return
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()
+        self._cut_lifeline()
         try:
             await asyncio.wait_for(self._guard.wait(), 15.0)
         except TimeoutError:
             self._guard.kill()
             await self._guard.wait()
 
-    async def _read_output(self) -> None:
-        assert self._guard is not None
-        assert self._guard.stdout is not None
+    def _cut_lifeline(self) -> None:
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+    async def _kill_rest(self) -> None:
+        """What is left of the guard's session, which is nothing unless the guard itself was killed."""
+        pid = self.pid
+        if not await asyncio.to_thread(engine_guard.kill_all, lambda: engine_guard.session_members(pid)):
+            _log.error("a process of vLLM could not be killed")
+
+    async def _read_output(self, descriptor: int) -> None:
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        with os.fdopen(descriptor, "rb", 0) as pipe:
+            transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+            try:
+                await self._read_lines(reader)
+            finally:
+                transport.close()
+
+    async def _read_lines(self, reader: asyncio.StreamReader) -> None:
         pending = b""
-        while chunk := await self._guard.stdout.read(65536):
+        while chunk := await reader.read(65536):
             *lines, pending = (pending + chunk).replace(b"\r", b"\n").split(b"\n")
             for line in lines:
                 self._write(line)
