@@ -63,10 +63,9 @@ class PrefixIndex:
 
     def replace(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
         """The instance holds `keys` and nothing else."""
-        wanted = set(keys)
-        held = self._held.get(instance_id, set())
-        self.remove(instance_id, held - wanted)
-        self.store(instance_id, wanted - held)
+        wanted = list(keys)
+        self.remove(instance_id, self._held.get(instance_id, set()).difference(wanted))
+        self.store(instance_id, wanted)
 
     def drop(self, instance_id: InstanceId) -> None:
         """Forgets the instance."""
