@@ -101,7 +101,7 @@ def build(
             "kv_connector_extra_config": connector_config(cluster, config, who),
         }
     }
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--config", str(config_file)]
+    argv = [sys.executable, "-m", "mooncake.vllm.engine_main", "--config", str(config_file)]
     argv += _options(cluster, config, who)
     key = derive_key(cluster.cluster_token, KEY_PURPOSE)
     return EngineCommand(
