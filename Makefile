@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # pass options on: make serve ARGS="--prefill 2 --decode 1", make test ARGS="-k store"
 ARGS ?=
 
-.PHONY: help setup serve test check proto clean
+.PHONY: help setup serve test check docs proto clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -25,6 +25,9 @@ check: setup ## style, types, import arrows and the quick tests
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	$(PY) -m pytest -m "not slow and not e2e" -x -q $(ARGS)
+
+docs: setup ## write docs/reference.md out of the code
+	$(PY) scripts/gen_reference.py
 
 proto: setup ## regenerate the protobuf code beside its .proto files
 	$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. mooncake/common/proto/*.proto
