@@ -85,6 +85,7 @@ class _Main:
         at = self.engine.register_buffer(source)
         requests = [TransferRequest(Opcode.WRITE, at + o, segment, target + o, min(block, length - o)) for o in range(0, length, block)]
         self.stop_writing.clear()
+        self.writing_from = at
 
         def run() -> None:
             while not self.stop_writing.is_set():
@@ -93,7 +94,6 @@ class _Main:
                 except Exception as error:
                     self.outcomes.append(type(error).__name__)
                     break
-            self.engine.unregister_local_memory(at)
 
         self.writers = [threading.Thread(target=run, daemon=True) for _ in range(2)]
         for writer in self.writers:
@@ -103,6 +103,7 @@ class _Main:
         self.stop_writing.set()
         for writer in self.writers:
             writer.join(5)
+        self.engine.unregister_local_memory(self.writing_from)
         outcomes, self.outcomes = self.outcomes, []
         return outcomes
 
