@@ -1,12 +1,11 @@
-"""The HTTP surface: routes, bodies, error shapes (OpenAI's, always), and the race between a request and its client leaving.
+"""The HTTP surface: routes and error shapes (OpenAI's, always).
 
-Knows: FastAPI. Does not know: what happens to a request (request.py).
+Knows: FastAPI. Does not know: how a request is admitted (admission.py) or lives (request.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Any
 
 import aiohttp
@@ -14,18 +13,16 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from mooncake.common.errors import BadRequest, BodyTooLarge, ModelNotFound, MooncakeError, NoCapacity, UpstreamFailed
+from mooncake.common.errors import BadRequest, ModelNotFound, MooncakeError, UpstreamFailed
 from mooncake.common.metrics import render
-from mooncake.gateway.directory import Model
+from mooncake.gateway.admission import admit, find_model, read_body
 from mooncake.gateway.front import Front
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.legs import read_limited
-from mooncake.gateway.openai import Call, Route, error_body, error_object, parse_call
-from mooncake.gateway.placement import Rejected
-from mooncake.gateway.request import Asked, RequestLife
-from mooncake.gateway.sink import Sink, error_headers
+from mooncake.gateway.openai import Route, error_body, error_object
+from mooncake.gateway.sink import error_headers
 from mooncake.gateway.trace import joined
 
 RELAY_TIMEOUT_S = 30.0
@@ -51,107 +48,12 @@ def _serving_routes(app: FastAPI, gateway: Gateway) -> None:
 
         async def serve(request: Request, route: Route = route) -> Response:
             try:
-                return await _admit(gateway, request, route)
+                return await admit(gateway, request, route)
             except MooncakeError as error:
                 gateway.metrics.requests.labels("other", str(route), str(error.http_status)).inc()
                 raise
 
         app.add_api_route(str(route), serve, methods=["POST"])
-
-
-async def _admit(gateway: Gateway, request: Request, route: Route) -> Response:
-    if gateway.stopping:
-        raise Rejected(503, "rejected-shutting-down", "This gateway is shutting down.", 1.0)
-    if gateway.metrics.active._value.get() >= gateway.config.max_concurrent_requests:
-        raise Rejected(429, "rejected-saturated", "This gateway serves as many requests as it may.", 1.0)
-    call = parse_call(route, await read_body(request, gateway.config.max_body_bytes))
-    for field in call.stripped:
-        gateway.metrics.stripped.labels(field).inc()
-    model = find_model(gateway, call)
-    trace = gateway.traces.open(request.state.request_id, request.state.client_id)
-    trace.note("received", route=str(route), model=model.lora or model.name, stream=call.stream)
-    return _Living(RequestLife(gateway.parts, call, model, request.state.request_id, _asked(gateway, request), trace))
-
-
-class _Living(Response):
-    """Runs a request's life as the answer itself, so that it races with the client's leaving from its first moment to its last byte."""
-
-    def __init__(self, life: RequestLife) -> None:
-        super().__init__()
-        self._life = life
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._life.run(Sink(send)), name="request")
-        gone = asyncio.create_task(_disconnected(receive), name="disconnect")
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            work.cancel()  # nothing happens to what has ended
-            await asyncio.wait({work})
-        if not work.cancelled():
-            work.result()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Raises BodyTooLarge as soon as the length is known to be too large, however the body is framed."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise BodyTooLarge(f"The request body is larger than {limit} bytes.", error_code="request_too_large")
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise BodyTooLarge(f"The request body is larger than {limit} bytes.", error_code="request_too_large")
-        parts.append(part)
-    return b"".join(parts)
-
-
-def find_model(gateway: Gateway, call: Call) -> Model:
-    """Raises ModelNotFound, NoCapacity."""
-    names = gateway.directory.names()
-    if not names:
-        raise NoCapacity("No worker has registered yet.")
-    name = call.model
-    if name is None and len(names) == 1:
-        name = names[0]
-    model = gateway.directory.model(name) if name is not None else None
-    if model is None:
-        raise ModelNotFound(
-            f"The model `{name}` does not exist." if name else "`model` is required.",
-            param="model",
-            error_code="model_not_found",
-        )
-    return model
-
-
-def _asked(gateway: Gateway, request: Request) -> Asked:
-    headers = request.headers
-    pins = gateway.config.allow_pinning
-    return Asked(
-        pin_prefill=headers.get("x-mooncake-prefill-instance", "") if pins else "",
-        pin_decode=headers.get("x-mooncake-decode-instance", "") if pins else "",
-        ttft_slo_s=_milliseconds(headers.get("x-mooncake-ttft-slo-ms"), "x-mooncake-ttft-slo-ms") / 1e3,
-        tbt_slo_s=_milliseconds(headers.get("x-mooncake-tbt-slo-ms"), "x-mooncake-tbt-slo-ms") / 1e3,
-    )
-
-
-def _milliseconds(text: str | None, name: str) -> float:
-    if text is None:
-        return 0.0
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise BadRequest(f"The header {name} must be a number of milliseconds.", param=name)
-    return value
 
 
 # --- models and tokens -----------------------------------------------------------------------------------------------
@@ -191,7 +93,7 @@ def _model_routes(app: FastAPI, gateway: Gateway) -> None:
             raise BadRequest(f"The request body is not valid JSON: {error}", error_code="invalid_json") from None
         if not isinstance(asked, dict) or not isinstance(asked.get("model"), str | None):
             raise BadRequest("The request body must be a JSON object whose `model` is a string.", param="model")
-        model = find_model(gateway, Call(Route.COMPLETIONS, asked, asked.get("model"), False, 1, 0))
+        model = find_model(gateway, asked.get("model"))
         worker = min(model.workers, key=lambda each: gateway.directory.in_flight[each.instance_id])
         headers = gateway.engine_headers | {
             "Content-Type": "application/json",

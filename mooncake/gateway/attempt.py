@@ -67,9 +67,9 @@ class Attempt:
         self._request_id = request_id
         self._left_s = left_s
         self._closed = False
-        self._workers = [self.decode_worker, *([self.prefill_worker] if self.prefill_worker else [])]
+        self.workers = [self.decode_worker, *([self.prefill_worker] if self.prefill_worker else [])]
         self._forget: list[Callable[[], None]] = []
-        for worker in self._workers:
+        for worker in self.workers:
             wires.directory.sent(worker)
         if self.prefill_worker is not None:
             assert prompt is not None
@@ -98,8 +98,7 @@ class Attempt:
             await self._start_prefill(self.prefill)
         self.decode = self._decode_leg()
         opening = asyncio.create_task(self.decode.open(), name="decoding leg")
-        gone = self._wires.directory.when_down(self.decode_worker, lambda: _cancel(opening))
-        self._forget.append(gone)
+        self._forget.append(self._wires.directory.when_down(self.decode_worker, lambda: self._decode_gone(opening)))
         try:
             await self._opened(opening)
         finally:
@@ -139,6 +138,11 @@ class Attempt:
             stream=self._call.stream,
             idle_timeout_s=self._wires.idle_timeout_s,
         )
+
+    def _decode_gone(self, opening: asyncio.Task[None]) -> None:
+        if opening.done() and self.decode is not None:
+            self.decode.fail("its worker is gone")
+        opening.cancel()
 
     async def _opened(self, opening: asyncio.Task[None]) -> None:
         if self.prefill is not None:
@@ -185,7 +189,7 @@ class Attempt:
             self.prefill.close()
             if not answered:
                 self._wires.background(self._release(self.prefill.worker))
-        for worker in self._workers:
+        for worker in self.workers:
             self._wires.directory.ended(worker)
 
     async def _release(self, worker: Worker) -> None:
@@ -209,7 +213,3 @@ class Attempt:
             "a transfer could not be released",
             extra={"fields": {"transfer_id": self.transfer_id, "name": worker.name, "error": error}},
         )
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()

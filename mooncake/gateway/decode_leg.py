@@ -127,6 +127,11 @@ class DecodeLeg:
     def _failed(self, reason: str, *, counts: bool = True) -> LegFailed:
         return LegFailed("decode", self.worker, reason, counts=counts)
 
+    def fail(self, reason: str) -> None:
+        """Breaks a stream off because its worker is known to be gone: whoever reads it gets LegFailed now."""
+        if self._response is not None and not self.clean:
+            self._response.content.set_exception(aiohttp.ClientConnectionError(reason))
+
     def close(self) -> None:
         """Closes the connection unless the answer was read to its end; that aborts the request in the engine."""
         if self._response is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake.common.errors import MooncakeError
@@ -52,6 +53,8 @@ class Front:
         try:
             self._keys.check(scope["path"], headers.get("authorization"))
             await self._app(scope, receive, watched)
+        except ClientDisconnect:
+            _log.debug("client gone before its request was complete")
         except MooncakeError as error:
             await Sink(watched).error(error)
         except Exception:  # the outermost loop of a request

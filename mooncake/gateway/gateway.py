@@ -24,6 +24,7 @@ from mooncake.gateway.legs import engine_headers, host_headers, make_session
 from mooncake.gateway.metrics import GatewayMetrics
 from mooncake.gateway.parity import Parity
 from mooncake.gateway.placement import Placer
+from mooncake.gateway.prompt import Prompts
 from mooncake.gateway.request import Parts
 from mooncake.gateway.tokenizer_pool import TokenizerPool
 from mooncake.gateway.trace import TraceBook
@@ -66,11 +67,11 @@ class Gateway:
         )
         self.parity = Parity(self.directory, self.pool, self.session, self.engine_headers)
         self.placer = Placer(self.directory, self.metrics, cluster_token, config.place_timeout_s)
-        self.placer.start()
         self.traces = TraceBook(config.trace_requests, name)
         self._tasks: set[asyncio.Task[None]] = set()
         wires = Wires(self.session, self.directory, cluster_token, config.stream_idle_timeout_s, self.background)
-        self.parts = Parts(config, self.metrics, self.pool, self.parity, self.placer, wires)
+        prompts = Prompts(self.pool, self.parity, self.directory, config.trust_request_chat_template)
+        self.parts = Parts(config, self.metrics, prompts, self.placer, wires)
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs what must happen though nobody waits for it (each bounds its own time)."""

@@ -1,15 +1,13 @@
 """Which workers serve a request: the Conductor's answer, or, while it cannot be asked, the least busy ones as far as this gateway knows.
 
-Knows: `Conductor.Place` and `Report`, who leads (from the registry), the fallback. Does not know: legs, HTTP, why a leg failed.
+Knows: `Conductor.Place`, who leads (from the registry), the fallback. Does not know: legs, HTTP, why a leg failed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
 import grpc
@@ -22,14 +20,13 @@ from mooncake.common.proto.conductor_pb2_grpc import ConductorStub
 from mooncake.common.rpc import aio_channel
 from mooncake.gateway.directory import Directory, Model, Worker
 from mooncake.gateway.metrics import GatewayMetrics
+from mooncake.gateway.reporter import Reporter
 
 _log = logging.getLogger(__name__)
 STALE_WAIT_S = 1.0
 """How long to wait for the registry to tell of an instance that the Conductor knows already."""
 SLOW_CONDUCTOR_S = 2.0
 """After a Place that timed out, the Conductor is not asked for so long."""
-REPORTS_KEPT = 10_000
-REPORT_EVERY_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Rejected(MooncakeError):
 
 @dataclass
 class Placer:
-    """Use inside of a running event loop; `close()` sends what is left to report."""
+    """Make it inside of a running event loop; `close()` sends what is left to report."""
 
     directory: Directory
     metrics: GatewayMetrics
@@ -85,13 +82,11 @@ class Placer:
     _skip_until_s: float = 0.0
     _warned: bool = False
     _turn: int = 0
-    _events: deque[pb.RequestEvent] = field(default_factory=lambda: deque(maxlen=REPORTS_KEPT))
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
-    _reporter: asyncio.Task[None] | None = None
+    reporter: Reporter = field(init=False)
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def start(self) -> None:
-        self._reporter = asyncio.create_task(self._report_forever(), name="report")
+    def __post_init__(self) -> None:
+        self.reporter = Reporter(self.metrics)
 
     def on_leader(self, leader: LeaderRecord | None) -> None:
         """What `Registry.watch_leader("conductor", …)` calls."""
@@ -103,7 +98,7 @@ class Placer:
         if address:
             self._channel = aio_channel(address, self.token)
             self._stub = ConductorStub(self._channel)
-            self._wake.set()
+        self.reporter.use(self._stub)
 
     def _drop_channel(self) -> None:
         if self._channel is not None:
@@ -113,13 +108,7 @@ class Placer:
         self._channel = self._stub = None
 
     async def close(self) -> None:
-        if self._reporter is not None:
-            self._reporter.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reporter
-        if self._events and self._stub is not None:
-            with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
-                await self._stub.Report(pb.ReportRequest(events=list(self._events)), timeout=1.0)
+        await self.reporter.close()
         self._drop_channel()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
@@ -220,33 +209,6 @@ class Placer:
                 return worker
         turned = workers[self._turn % len(workers) :] + workers[: self._turn % len(workers)]
         return min(turned, key=lambda worker: self.directory.in_flight[worker.instance_id])
-
-    # --- reporting ---
-
-    def report(self, event: pb.RequestEvent) -> None:
-        """Sent soon, in batches; lost (and counted) when the Conductor stays away for long."""
-        if len(self._events) == REPORTS_KEPT:
-            self.metrics.reports_lost.inc()
-        self._events.append(event)
-        self._wake.set()
-
-    async def _report_forever(self) -> None:
-        while True:
-            await self._wake.wait()
-            await asyncio.sleep(REPORT_EVERY_S)
-            self._wake.clear()
-            if not self._events or self._stub is None:
-                continue
-            batch = list(self._events)
-            self._events.clear()
-            try:
-                await self._stub.Report(pb.ReportRequest(events=batch), timeout=2.0)
-            except grpc.RpcError:
-                room = REPORTS_KEPT - len(self._events)
-                self.metrics.reports_lost.inc(max(0, len(batch) - room))
-                self._events.extendleft(reversed(batch[max(0, len(batch) - room) :]))
-                await asyncio.sleep(0.5)
-                self._wake.set()
 
 
 def _message(wish: Wish, exclude: frozenset[str]) -> pb.PlaceRequest:

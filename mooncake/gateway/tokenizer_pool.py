@@ -184,9 +184,9 @@ class TokenizerPool:
                 executor = slot.executor
                 limit_s = self._timeout_s if model_path in slot.loaded else LOAD_TIMEOUT_S
                 try:
-                    future = asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
                     # A job waits behind others of its slot, so its limit counts them too.
-                    return await asyncio.wait_for(future, limit_s * max(1, slot.jobs))
+                    async with asyncio.timeout(limit_s * max(1, slot.jobs)):
+                        return await asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
                 except TimeoutError:
                     _log.error("a tokenizer process hangs and is replaced")
                     self._metrics.tokenizer_restarts.inc()

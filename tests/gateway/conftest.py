@@ -82,7 +82,7 @@ class Bed:
 
 
 @contextlib.asynccontextmanager
-async def make_bed(**config: Any) -> AsyncIterator[Bed]:
+async def make_bed(pool_type: Any = InlinePool, **config: Any) -> AsyncIterator[Bed]:
     settings = GatewayConfig(
         **({"request_deadline_s": 20.0, "stream_idle_timeout_s": 1.0, "circuit_failures": 100} | config)
     )
@@ -92,16 +92,18 @@ async def make_bed(**config: Any) -> AsyncIterator[Bed]:
         conductor = FakeConductor([*prefills, *decodes])
         await conductor.start(TOKEN)
         stack.push_async_callback(conductor.stop)
-        gateway = Gateway(settings, CollectorRegistry(), name="gateway-0", cluster_token=TOKEN, pool_type=InlinePool)
+        gateway = Gateway(settings, CollectorRegistry(), name="gateway-0", cluster_token=TOKEN, pool_type=pool_type)
         stack.push_async_callback(gateway.close)
         for worker in (*prefills, *decodes):
             gateway.directory.on_record("up", worker.record)
         gateway.placer.on_leader(LeaderRecord("conductor-0", "c", conductor.address, 1))
         listener = socket.create_server(("127.0.0.1", 0))
         server = _server(gateway)
-        serving = asyncio.create_task(server.serve([listener]))
+        # `serve()` without its loop, which looks only ten times a second whether it should end.
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup([listener])
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        await eventually("uvicorn to start", lambda: server.started)
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=url, timeout=30, limits=httpx.Limits(max_connections=None))
         )
@@ -110,8 +112,7 @@ async def make_bed(**config: Any) -> AsyncIterator[Bed]:
         finally:
             for worker in (*prefills, *decodes):
                 worker.resume.set()
-            server.should_exit = True
-            await serving
+            await server.shutdown([listener])
 
 
 @pytest_asyncio.fixture

@@ -270,3 +270,14 @@ async def test_placed_on_a_worker_that_the_registry_does_not_know(bed: Bed) -> N
     answer = await bed.completion()
     assert answer.status_code == 200 and answer.headers["x-mooncake-prefill-instance"] == "prefill-1"
     assert bed.value("placement_fallback_total", reason="stale-placement") == 1
+
+
+async def test_silent_stream_ends_when_its_worker_is_known_to_be_gone() -> None:
+    async with make_bed(stream_idle_timeout_s=30) as patient:
+        patient.decodes[0].decode_faults = ["stall"]
+        call = asyncio.create_task(patient.completion(stream=True))
+        await eventually("decoding", lambda: patient.decodes[0].running["decode"])
+        await asyncio.sleep(0.1)
+        patient.gateway.directory.on_record("down", patient.decodes[0].record)
+        answer = await asyncio.wait_for(call, 2)
+        assert answer.text.endswith("data: [DONE]\n\n") and "its worker is gone" in answer.text

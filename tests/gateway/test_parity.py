@@ -19,7 +19,7 @@ from mooncake.gateway.parity import PROBES, tokenize_body
 from mooncake.gateway.render import RenderJob
 from mooncake.gateway.tokenizer_pool import TokenizerPool
 from mooncake.models import resolve_model
-from tests.gateway.conftest import Bed, eventually
+from tests.gateway.conftest import eventually, make_bed
 
 SYSTEM = {"role": "system", "content": "Be terse."}
 USER = {"role": "user", "content": "Grüße, 你好 🦀!"}
@@ -27,7 +27,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "x"]}'}}
 # Looks at everything that a template can see, so that a difference anywhere shows in the tokens.
 CURIOUS = (
-    "{%- for m in messages %}[{{ m.role }}|{{ m.name }}|{% for c in m.content %}{% if c is mapping %}<{{ c.type }}:{{ c.text }}>{% else %}{{ c }}{% endif %}{% endfor %}"
+    "{%- for m in messages %}[{{ m.role }}|{{ m.name }}|"
+    "{% for c in m.content %}{% if c is mapping %}<{{ c.type }}:{{ c.text }}>{% else %}{{ c }}{% endif %}{% endfor %}"
     "|{{ m.tool_calls | tojson if m.tool_calls else '' }}|{{ m.tool_call_id }}|{{ m.reasoning_content }}]\n{% endfor %}"
     "{{ tools | tojson if tools else 'no tools' }}|{{ documents }}|{{ reasoning_effort }}|{{ enable_thinking }}|{{ custom }}|"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -183,22 +184,26 @@ async def test_probes_render(pool: TokenizerPool, model_dir: str) -> None:
         assert (await pool.render(job(model_dir, probe))).prompt_tokens > 0
 
 
-async def test_mismatch_uses_the_workers_tokens(bed: Bed, model_dir: str) -> None:
-    for worker in bed.workers:
-        worker.info["model_path"] = model_dir
-        worker.instance_id += "-again"
-        worker.tokenize = lambda body: [7] * (40 if "messages" in body else 50)
-        bed.gateway.directory.on_record("up", worker.record)
-    await eventually("the probes", lambda: bed.value("tokenizer_mismatch", model="tiny", instance="decode-1") == 1, 30)
-    assert (await bed.completion(prompt="hello")).status_code == 200
-    assert bed.prefills[0].prefills[0]["prompt"] == [7] * 50
-    chat = {"model": "tiny", "messages": [USER], "max_tokens": 3}
-    assert (await bed.http.post("/v1/chat/completions", json=chat)).status_code == 200
-    assert bed.prefills[0].prefills[1]["prompt"] == [7] * 40
-    assert bed.decodes[0].decodes[1]["messages"] == [USER]
-    # Where the worker cannot be asked either, one worker serves the whole request.
-    for worker in bed.workers:
-        worker.tokenize = lambda body: []
-    assert (await bed.http.post("/v1/chat/completions", json=chat)).status_code == 200
-    assert bed.conductor.asked[-1].single_worker
-    assert bed.value("requests_without_kv_information_total", reason="the worker refuses to tokenize") == 1
+@pytest.mark.asyncio(loop_scope="module")
+async def test_mismatch_uses_the_workers_tokens(pool: TokenizerPool, model_dir: str) -> None:
+    """The last user of `pool`: closing the gateway closes it."""
+    async with make_bed(pool_type=lambda *_args, **_more: pool) as bed:
+        for worker in bed.workers:
+            worker.info["model_path"] = model_dir
+            worker.instance_id += "-again"
+            worker.tokenize = lambda body: [7] * (40 if "messages" in body else 50)
+            bed.gateway.directory.on_record("up", worker.record)
+        await eventually("the probes", lambda: len(bed.gateway.directory.mismatched) == 4, 30)
+        assert bed.value("tokenizer_mismatch", model="tiny", instance="decode-1") == 1
+        assert (await bed.completion(prompt="hello")).status_code == 200
+        assert bed.prefills[0].prefills[0]["prompt"] == [7] * 50
+        chat = {"model": "tiny", "messages": [USER], "max_tokens": 3}
+        assert (await bed.http.post("/v1/chat/completions", json=chat)).status_code == 200
+        assert bed.prefills[0].prefills[1]["prompt"] == [7] * 40
+        assert bed.decodes[0].decodes[1]["messages"] == [USER]
+        # Where the worker cannot be asked either, one worker serves the whole request.
+        for worker in bed.workers:
+            worker.tokenize = lambda body: []
+        assert (await bed.http.post("/v1/chat/completions", json=chat)).status_code == 200
+        assert bed.conductor.asked[-1].single_worker
+        assert bed.value("requests_without_kv_information_total", reason="the worker refuses to tokenize") == 1

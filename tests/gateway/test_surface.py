@@ -225,3 +225,17 @@ def test_single_worker_reasons(route: Route, more: dict[str, Any], reason: str |
 def test_output_limits(more: dict[str, Any], limit: int) -> None:
     body = {"model": "tiny", "prompt": "x"} | more
     assert parse_call(Route.COMPLETIONS, json.dumps(body).encode()).max_output_tokens == limit
+
+
+async def test_client_gone_in_the_middle_of_its_body(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
+    import asyncio
+
+    host, port = bed.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.close()
+    await asyncio.sleep(0.1)
+    assert (await bed.completion()).status_code == 200
+    assert not [r for r in caplog.records if r.exc_info]
