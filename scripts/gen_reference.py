@@ -1,7 +1,7 @@
 """Writes docs/reference.md: every option of every command and every metric of every role, out of the code.
 
 Options come from the command line's own parsers and config structs, metrics from the registries that the roles fill.
-Nothing is started: the roles' objects are made and asked. `make docs` writes the file, `--check` compares it only.
+No role is started: its objects are made and asked. `make docs` writes the file, `--check` compares it only.
 Knows: where each role declares its options and metrics. Does not know: what they mean; an option or a metric without a
 help text is an error here, because it would be one there.
 """
@@ -253,10 +253,23 @@ def _fill_store_master(role: Role) -> None:
     MasterService(MasterConfig().settings(), role.metrics).lead(1)
 
 
+def _fill_store_node(role: Role) -> None:
+    from store.node.config import NodeConfig
+    from store.node.metrics import NodeMetrics
+    from store.node.segment import NodeSegment
+
+    segment = NodeSegment(ClusterConfig(), NodeConfig(segment_bytes=1 << 16), role.name)  # on a free loopback port
+    try:
+        NodeMetrics(role.metrics, segment)
+    finally:
+        segment.close()
+
+
 FILLERS: dict[str, tuple[str, Callable[[Role], None]]] = {
     "gateway": ("Gateway", _fill_gateway),
     "conductor": ("Conductor", _fill_conductor),
     "store-master": ("Store master", _fill_store_master),
+    "store-node": ("Store node", _fill_store_node),
     "prefill": ("Workers (prefill and decoding), from the worker host", _fill_worker),
 }
 
@@ -264,7 +277,18 @@ FILLERS: dict[str, tuple[str, Callable[[Role], None]]] = {
 # --- the connector, which lives in vLLM's processes and has no registry --------------------------------------------------
 
 CONNECTOR_SOURCES = ("mooncake/connector*.py", "mooncake/vllm/*.py", "prefill/*.py", "decode/*.py")
-CONNECTOR_TEXTS: dict[str, str] = {}
+CONNECTOR_TEXTS: dict[str, str] = {
+    "errors_total": "Background work that raised something unexpected (the log has it)",
+    "held_transfers": "Transfers whose prompt blocks a prefill leg keeps for its consumers",
+    "host_link_dropped_total": "Messages to the worker host dropped because it did not read them",
+    "layers_sent_bytes_total": "Bytes written into other engines' blocks",
+    "loads_total": "Loads of KVCache into this engine by where from and how they ended",
+    "quarantined_blocks": "Blocks kept because a peer may still write into them",
+    "recomputed_tokens_total": "Prompt tokens computed again because their KVCache did not arrive",
+    "transfers_total": "Streams to consumers by how they ended",
+    "unreachable_consumers_total": "Consumers that reserved blocks and could not be reached",
+    "waiting_loads": "Requests whose KVCache is on its way from a prefill instance",
+}
 """Keep it sorted; a name of the code without a text here is an error, and so is a text without a name."""
 
 
