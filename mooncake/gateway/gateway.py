@@ -23,7 +23,7 @@ from mooncake.gateway.directory import Directory
 from mooncake.gateway.legs import engine_headers, host_headers, make_session
 from mooncake.gateway.metrics import GatewayMetrics
 from mooncake.gateway.parity import Parity
-from mooncake.gateway.placement import Placer
+from mooncake.gateway.placement import Placer, Rejected
 from mooncake.gateway.prompt import Prompts
 from mooncake.gateway.request import Parts
 from mooncake.gateway.tokenizer_pool import TokenizerPool
@@ -84,6 +84,11 @@ class Gateway:
         models = {worker.model for worker in self.directory.workers.values()}
         decoded = {worker.model for worker in self.directory.workers.values() if "decode" in worker.roles}
         return not self.stopping and bool(models) and models == decoded
+
+    def end_requests(self) -> None:
+        """What is in flight ends now, with an error event or an error answer: never silently."""
+        for life in list(self.parts.lives):
+            life.end_now(Rejected(503, "rejected-shutting-down", "This gateway is shutting down.", 1.0))
 
     async def close(self) -> None:
         await self.parity.close()

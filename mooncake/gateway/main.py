@@ -22,6 +22,7 @@ from mooncake.gateway.gateway import Gateway
 _log = logging.getLogger(__name__)
 CLIENT_KEEPALIVE_S = 75  # longer than clients keep idle connections, so that it is they who close them
 BACKLOG = 2048
+LAST_WORDS_S = 3.0
 
 
 async def run(cluster: ClusterConfig, config: GatewayConfig, *, name: str, port: int | None) -> None:
@@ -48,7 +49,10 @@ async def run(cluster: ClusterConfig, config: GatewayConfig, *, name: str, port:
         finally:
             gateway.stopping = True
             server.should_exit = True
-            await asyncio.wait({serving}, timeout=config.graceful_shutdown_s + 2.0)
+            await asyncio.wait({serving}, timeout=config.graceful_shutdown_s)
+            gateway.end_requests()
+            await asyncio.wait({serving}, timeout=LAST_WORDS_S)
+            serving.cancel()
             for stop in stop_watching:
                 stop()
             lag.cancel()
@@ -86,6 +90,6 @@ def _server(gateway: Gateway) -> uvicorn.Server:
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=CLIENT_KEEPALIVE_S,
-        timeout_graceful_shutdown=int(gateway.config.graceful_shutdown_s),
+        timeout_graceful_shutdown=int(gateway.config.graceful_shutdown_s + 2 * LAST_WORDS_S),
     )
     return _Server(settings)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -44,6 +45,8 @@ class Parts:
     prompts: Prompts
     placer: Placer
     wires: Wires
+    lives: set[RequestLife] = field(default_factory=set)
+    """Requests in flight."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +71,27 @@ class RequestLife:
         label = parts.metrics.model(model.lora or model.name)
         self._account = Account(parts.metrics, parts.placer.reporter, trace, label, str(call.route))
         self._deadline_s = self._account.arrived_s + parts.config.request_deadline_s
+        self._timeout = asyncio.timeout(parts.config.request_deadline_s)
+        self._late: MooncakeError = DeadlineExceeded(
+            f"The request did not end within {parts.config.request_deadline_s:g} s."
+        )
+
+    def end_now(self, error: MooncakeError) -> None:
+        """The gateway ends: so does the request, with an error that its client sees."""
+        self._late = error
+        with contextlib.suppress(RuntimeError):  # not begun, or ended already
+            self._timeout.reschedule(asyncio.get_running_loop().time())
 
     async def run(self, sink: Sink) -> None:
         """Answers the client. Raises nothing but CancelledError (the client is gone)."""
-        limit_s = self._parts.config.request_deadline_s
-        with self._account.closed(sink):
+        with self._account.closed(sink), self._listed():
             try:
-                async with asyncio.timeout(limit_s):
+                async with self._timeout:
                     prompt = await self._tokenize()
                     with contextlib.closing(await self._answered(prompt)) as attempt:
                         await self._relay(attempt, sink)
             except TimeoutError:
-                await self._fail(sink, DeadlineExceeded(f"The request did not end within {limit_s:g} s."), "deadline")
+                await self._fail(sink, self._late, "deadline")
             except EngineRejected as rejected:
                 headers = {"retry-after": rejected.retry_after} if rejected.retry_after else {}
                 await sink.whole(rejected.status, rejected.body, headers)
@@ -89,6 +101,14 @@ class RequestLife:
                 await self._fail(sink, UpstreamFailed(text), failure.leg)
             except MooncakeError as error:
                 await self._fail(sink, error, "error")
+
+    @contextlib.contextmanager
+    def _listed(self) -> Iterator[None]:
+        self._parts.lives.add(self)
+        try:
+            yield
+        finally:
+            self._parts.lives.discard(self)
 
     async def _fail(self, sink: Sink, error: MooncakeError, reason: str) -> None:
         if sink.status:

@@ -107,6 +107,26 @@ async def test_life_of_a_gateway(etcd: Etcd, registry: Registry, tmp_path: Path)
         await conductor.stop()
 
 
+async def test_grace_ends_with_an_error_event(etcd: Etcd, registry: Registry) -> None:
+    async with (
+        FakeWorker("decode-0", ("decode",)) as decode,
+        Process(etcd, "--graceful-shutdown-s", "0.5") as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=30) as http,
+    ):
+        await registry.register(decode.record)
+        await wait_ready(gateway.url)
+        decode.token_s = 1.0
+        body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "stream": True}
+        call = asyncio.create_task(http.post("/v1/completions", json=body))
+        await eventually("decoding", lambda: decode.running["decode"])
+        gateway.process.send_signal(signal.SIGTERM)
+        answer = await call
+        *_, error, done, empty = answer.text.split("\n\n")
+        assert (done, empty) == ("data: [DONE]", "")
+        assert json.loads(error[6:])["error"]["code"] == 503
+        assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+
+
 async def test_taken_port_is_said(etcd: Etcd) -> None:
     async with Process(etcd) as first:
         port = first.url.rpartition(":")[2]
