@@ -22,9 +22,14 @@ from mooncake.common.errors import ConfigError
 from mooncake.common.net import format_address, free_port, port_is_free
 
 CLUSTER = "local"
-STOP_ORDER = ("gateway", "prefill", "decode", "conductor", "store-node", "store-master", "etcd")
+STOP_ORDER = (
+    frozenset({"gateway"}),
+    frozenset({"prefill", "decode"}),
+    frozenset({"conductor", "store-node", "store-master"}),
+    frozenset({"etcd"}),
+)
 _GATEWAY_GRACE_S = 4.0
-_WORKER_GRACE_S = 6.0
+_WORKER_GRACE_S = 8.0
 _WORKER_DRAIN_S = 2.0
 
 

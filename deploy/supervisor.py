@@ -23,13 +23,13 @@ _REAP_EVERY_S = 5.0
 
 
 class Supervisor:
-    """`stages` start one after another, the members of a stage together; they stop in the order of `stop_order`."""
+    """`stages` start one after another, the members of a stage together; `stop_order` is the order of roles at the end."""
 
     def __init__(
         self,
         stages: Sequence[Sequence[ChildSpec]],
         *,
-        stop_order: Sequence[str] = (),
+        stop_order: Sequence[frozenset[str]] = (),
         say: Callable[[str], None] = print,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -124,10 +124,10 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        rank = {role: i for i, role in enumerate(self._stop_order)}
+        rank = {role: i for i, roles in enumerate(self._stop_order) for role in roles}
         by_rank: dict[int, list[Child]] = {}
         for child in self.children.values():
-            by_rank.setdefault(rank.get(child.spec.role, len(rank)), []).append(child)
+            by_rank.setdefault(rank.get(child.spec.role, len(self._stop_order)), []).append(child)
         for _, group in sorted(by_rank.items()):
             await asyncio.gather(*(child.stop(0.0 if at_once else None) for child in group))
             self._on_change()

@@ -67,7 +67,7 @@ def render(trace: dict[str, Any]) -> str:
     """For people: other events in order, then a line a layer, then the verdict."""
     events: list[Event] = trace["events"]
     layers = layer_times(events)
-    parts = [f"request {trace.get('request_id')}   transfer {trace.get('transfer_id')}"]
+    parts = [f"request {trace.get('request_id')}   transfer {_transfers(trace)}"]
     start = min((e["t"] for e in events), default=0.0)
     others = [
         (f"{(e['t'] - start) * 1e3:.1f}", e.get("who", ""), e["event"], _details(e))
@@ -92,6 +92,12 @@ def render(trace: dict[str, Any]) -> str:
     )
     parts.append(f"{len(early)} of {sum(x.layer != last for x in layers)} sends overlapped with computation")
     return "\n\n".join(part for part in parts if part)
+
+
+def _transfers(trace: dict[str, Any]) -> str:
+    """A request that was retried has one transfer a try."""
+    tries = [str(one.get("transfer_id")) for one in trace.get("tries", ())]
+    return ", ".join(tries) or str(trace.get("transfer_id") or "-")
 
 
 def _details(event: Event) -> str:
