@@ -1,0 +1,31 @@
+"""Options of `mooncake store-node`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+
+def _help(text: str, *, ge: float | None = None, le: float | None = None) -> msgspec.Meta:
+    return msgspec.Meta(description=text, ge=ge, le=le)
+
+
+class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes in bytes, times in seconds."""
+
+    segment_bytes: Annotated[int, _help("DRAM that this node gives to the pool", ge=1 << 16)] = 1 << 30
+    transfer_port: Annotated[int, _help("port of the transfer engine; 0: a free one", ge=0, le=65535)] = 0
+    transports: Annotated[list[str], _help("ways the transfer engine may use, in order of preference")] = msgspec.field(
+        default_factory=lambda: ["local", "shm", "tcp"]
+    )
+    heartbeat_s: Annotated[
+        float, _help("time between heartbeats; well below the masters' segment_fresh_s", ge=0.05, le=60)
+    ] = 1.0
+    master_timeout_s: Annotated[float, _help("longest answer of the master to a heartbeat", ge=0.1, le=60)] = 3.0
+    report_part_objects: Annotated[int, _help("objects in one message of a report", ge=1, le=100_000)] = 10_000
+    put_grace_s: Annotated[
+        float, _help("a silent writer is forgotten so long after its lease; as the masters' put_grace_s", ge=0, le=600)
+    ] = 5.0
+    max_open_puts: Annotated[int, _help("unfinished writes at a time; more are refused", ge=1)] = 65536
+    fence_timeout_s: Annotated[float, _help("longest wait for an older writer to be proven gone", ge=0.05, le=60)] = 1.0
