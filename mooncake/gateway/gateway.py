@@ -98,4 +98,4 @@ class Gateway:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self.session.close()
-        self.pool.close()
+        await asyncio.to_thread(self.pool.close)

@@ -211,8 +211,11 @@ class TokenizerPool:
         return [pid for slot in self._slots for pid in slot.pids()]
 
     def close(self) -> None:
+        """Returns when the processes are gone (soon: they are killed)."""
         for slot in self._slots:
             kill(slot.executor)
+        for slot in self._slots:
+            slot.executor.shutdown(wait=True)
 
 
 def too_long(tokens: int, limit: int) -> BadRequest:
