@@ -65,7 +65,7 @@ class BatchPut:
             self._write()
             self._finish()
         self._count()
-        return self._codes
+        return list(self._codes)  # tidying up may still note errors in ours
 
     def _time_left(self) -> float:
         return self._deadline - time.monotonic()

@@ -46,11 +46,11 @@ OPERATIONS = st.lists(
         st.tuples(st.just("free"), st.integers(0, 10**6), st.none()),
         st.tuples(st.just("reserve"), st.integers(0, 63), st.integers(1, 20 * G)),
     ),
-    max_size=80,
+    max_size=50,
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(OPERATIONS)
 def test_like_the_naive_one(operations: list[tuple[str, int, int | None]]) -> None:
     allocator, naive, held = ExtentAllocator(BASE, 64 * G + 100), Naive(64), []
