@@ -52,6 +52,7 @@ class ConductorLink:
     ) -> None:
         self.attached = False
         self.streams = 0
+        self.attachments = 0
         self.snapshots = 0
         self._registry = registry
         self._token = token
@@ -107,9 +108,9 @@ class ConductorLink:
                 if leader is None:
                     await self._leader_changed.wait()
                     continue
-                was = self.snapshots
+                before = self.attachments
                 await self._stream_to(leader)
-                backoff_s = _BACKOFF_S[0] if self.snapshots > was else min(_BACKOFF_S[1], backoff_s * 2)
+                backoff_s = _BACKOFF_S[0] if self.attachments > before else min(_BACKOFF_S[1], backoff_s * 2)
                 if not self._leader_changed.is_set():
                     await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
         finally:
@@ -153,6 +154,7 @@ class ConductorLink:
                 return
             if not self.attached:
                 self.attached = True
+                self.attachments += 1
                 _log.info("attached to the Conductor")
             if ack.want_snapshot:
                 self._want_snapshot = True
