@@ -276,17 +276,25 @@ FILLERS: dict[str, tuple[str, Callable[[Role], None]]] = {
 
 # --- the connector, which lives in vLLM's processes and has no registry --------------------------------------------------
 
-CONNECTOR_SOURCES = ("mooncake/connector*.py", "mooncake/vllm/*.py", "prefill/*.py", "decode/*.py")
+CONNECTOR_SOURCES = ("mooncake/connector/*.py", "mooncake/vllm/*.py", "prefill/*.py", "decode/*.py")
 CONNECTOR_TEXTS: dict[str, str] = {
     "errors_total": "Background work that raised something unexpected (the log has it)",
     "held_transfers": "Transfers whose prompt blocks a prefill leg keeps for its consumers",
     "host_link_dropped_total": "Messages to the worker host dropped because it did not read them",
     "layers_sent_bytes_total": "Bytes written into other engines' blocks",
     "loads_total": "Loads of KVCache into this engine by where from and how they ended",
+    "malformed_legs_total": "Requests whose kv_transfer_params could not be read and were ignored",
+    "pending_saves": "Store blocks that wait to be saved or are being saved",
     "quarantined_blocks": "Blocks kept because a peer may still write into them",
     "recomputed_tokens_total": "Prompt tokens computed again because their KVCache did not arrive",
+    "store_dropped_saves_total": "Store blocks that were not saved",
+    "store_load_seconds_total": "Time in loads from the store",
+    "store_loaded_bytes_total": "Bytes loaded from the store",
+    "store_lookups_total": "Look-ups of a prompt's prefix in the store by what came of them",
+    "store_saved_blocks_total": "Store blocks saved, those that were there already included",
     "transfers_total": "Streams to consumers by how they ended",
     "unreachable_consumers_total": "Consumers that reserved blocks and could not be reached",
+    "unreadable_messages_total": "Messages of peers that could not be read",
     "waiting_loads": "Requests whose KVCache is on its way from a prefill instance",
 }
 """Keep it sorted; a name of the code without a text here is an error, and so is a text without a name."""
