@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import assert_never
+from collections.abc import Callable
+from typing import Any, assert_never
 
 from mooncake.common.errors import MooncakeError, PeerUnavailable
+from mooncake.vllm.device import computed_fence
 from mooncake.vllm.event_thread import EventThread
 from mooncake.vllm.host_link import PrefillFinished
 from mooncake.vllm.kv_layout import copy_ranges
@@ -41,6 +43,7 @@ from prefill.stream_events import (
 )
 from transfer_engine.types import BatchId, Opcode, TransferRequest, TransferStatus
 
+_Post = Event | tuple[Event, ...] | Callable[[], None]
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5
 _TELL_TRIES = 3
@@ -63,7 +66,7 @@ class StreamWorker:
         self._steps: list[Chunk] = []
         self._starts: dict[str, TransferStart] = {}
         self._ticker = Stepper(_TICK_S)
-        self._thread: EventThread[Event | tuple[Event, ...]] = EventThread(
+        self._thread: EventThread[_Post] = EventThread(
             "mooncake-stream-out", self._on_event, tick_s=_TICK_S, on_error=lambda: runtime.counters.add("errors_total")
         )
 
@@ -94,16 +97,19 @@ class StreamWorker:
         if events:
             self._thread.post(tuple(events))
 
-    def layer_computed(self, layer: int) -> None:
+    def layer_computed(self, layer: int, kv: Any) -> None:
         """The forward pass has left an attention layer."""
         if self._steps:
+            self._thread.post(computed_fence(kv))
             now = time.time()
             for chunk in self._steps:
                 self._rt.traces.add(chunk.transfer_id, "layer_computed", now, layer=layer, blocks=chunk.ready_blocks)
             self._thread.post(tuple(LayerReady(chunk.transfer_id, layer, chunk.ready_blocks) for chunk in self._steps))
 
-    def end_step(self) -> None:
+    def end_step(self, computed: Callable[[], None]) -> None:
         """The forward pass is over: layers whose hook did not fire are final too."""
+        if self._steps:
+            self._thread.post(computed)
         for chunk in self._steps:
             self._thread.post(LayerReady(chunk.transfer_id, None, chunk.ready_blocks))
             if chunk.last:
@@ -164,7 +170,10 @@ class StreamWorker:
 
     # --- the machine's thread ---
 
-    def _on_event(self, event: Event | tuple[Event, ...] | None) -> None:
+    def _on_event(self, event: _Post | None) -> None:
+        if callable(event):
+            event()  # waits until the device has written the KV that the next events speak of
+            return
         now = time.monotonic()
         for one in event if isinstance(event, tuple) else () if event is None else (event,):
             self._run(self._core.handle(one, now))

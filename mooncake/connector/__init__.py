@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+KVConnectorMetadata.register(StepPlan)
+KVConnectorHandshakeMetadata.register(WorkerIdentity)
+
 
 class MooncakeConnector(KVConnectorBase_V1, SupportsHMA):
     """Streams KV from prefill to decoding workers, and loads from and saves to the store. `kv_role` is always `kv_both`."""

@@ -13,11 +13,14 @@ import msgspec
 
 from decode.arrival_worker import ArrivalWorker
 from mooncake.vllm.connector_config import ConnectorConfig
+from mooncake.vllm.device import computed_fence
 from mooncake.vllm.reports import Batch
-from mooncake.vllm.step_plan import StepPlan, WorkerIdentity
+from mooncake.vllm.step_plan import StepPlan, StoreSave, WorkerIdentity
+from mooncake.vllm.store_io import StoreIO
 from mooncake.vllm.stream_protocol import Cancel, Failed, Landed, Reserve, decode
 from mooncake.vllm.worker_runtime import WorkerRuntime
 from prefill.stream_worker import StreamWorker
+from store.client import StoreClient
 
 _log = logging.getLogger(__name__)
 
@@ -32,11 +35,23 @@ class WorkerHalf:
         self._consumer: ArrivalWorker | None = None
         self._layer_index: dict[str, int] = {}
         self._bad_blocks: set[int] = set()
+        self._store: StoreIO | None = None
+        self._saves: list[StoreSave] = []
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         self._rt.register(kv_caches, self._vllm_config, self._num_blocks)
         self._layer_index = {layer.name: index for index, layer in enumerate(self._rt.layout.layers)}
         self._producer, self._consumer = StreamWorker(self._rt), ArrivalWorker(self._rt)
+        self._any_kv = next(iter(kv_caches.values()))
+        if (config := self._rt.config.store) is not None:
+            client = StoreClient(
+                self._rt.engine,
+                config.masters,
+                token=self._rt.config.cluster_token,
+                name=f"{self._rt.config.name}-worker",
+                local_segment=config.local_segment,
+            )
+            self._store = StoreIO(self._rt, config, client)
         self._rt.engine.on_notify(self._on_message)
 
     def identity(self) -> WorkerIdentity:
@@ -49,22 +64,35 @@ class WorkerHalf:
         if plan.preempted_transfers:
             assert self._producer is not None
             self._producer.preempt(plan.preempted_transfers)
+        if plan.preempted and self._store is not None:
+            self._store.preempt(plan.preempted)
 
     def begin_step(self, plan: StepPlan) -> None:
-        assert self._producer is not None and self._consumer is not None
+        assert self._producer is not None
+        assert self._consumer is not None
         self._producer.begin_step(plan)
         self._consumer.begin_step(plan)
+        if self._store is not None:
+            for load in plan.store_loads:
+                self._store.load(load)
+            for req_id in plan.aborted_loads:
+                self._store.abort(req_id)
+            self._saves = plan.saves
         for req_id in plan.held:
             self._rt.reports.finished(req_id)
 
     def layer_computed(self, layer_name: str, kv_layer: Any) -> None:
         index = self._layer_index.get(layer_name)
         if index is not None and self._producer is not None:
-            self._producer.layer_computed(index)
+            self._producer.layer_computed(index, kv_layer)
 
     def end_step(self) -> None:
         assert self._producer is not None
-        self._producer.end_step()
+        computed = computed_fence(self._any_kv)
+        self._producer.end_step(computed)
+        if self._saves and self._store is not None:
+            self._store.save(self._saves, computed)
+            self._saves = []
 
     def take_reports(self) -> Batch:
         batch = self._rt.reports.take()
@@ -78,7 +106,8 @@ class WorkerHalf:
     # --- messages, on the engine's and the link's threads ---
 
     def _on_message(self, peer_instance_id: str, peer_address: str, payload: bytes) -> None:
-        assert self._producer is not None and self._consumer is not None
+        assert self._producer is not None
+        assert self._consumer is not None
         try:
             message = decode(payload)
         except msgspec.DecodeError as error:
@@ -101,7 +130,7 @@ class WorkerHalf:
             self._producer.released(transfer_id)
 
     def close(self) -> None:
-        for part in (self._producer, self._consumer):
+        for part in (self._store, self._producer, self._consumer):
             if part is not None:
                 part.close()
         self._rt.close()

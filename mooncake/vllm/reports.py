@@ -40,6 +40,11 @@ class Reports:
         with self._lock:
             self._loading.add(req_id)
 
+    def loading(self, req_id: str) -> bool:
+        """vLLM still waits for this request."""
+        with self._lock:
+            return req_id in self._loading
+
     def load_ended(self, req_id: str, *, failed: bool = False, bad_blocks: Iterable[int] = ()) -> bool:
         """Reports the load once. False (and no report) when it is not awaited.
 

@@ -1,14 +1,13 @@
-"""What the scheduler half tells the worker half before an engine step (`KVConnectorMetadata`, pickled by vLLM).
+"""What the scheduler half tells the worker half before an engine step (vLLM's `KVConnectorMetadata`, pickled).
 
 Knows: the shapes. Times are `time.monotonic()` seconds, which the processes of one machine share.
-Does not know: who makes or follows the plans (prefill/, decode/).
+Does not know: who makes or follows the plans (prefill/, decode/), or vLLM: mooncake.connector registers these classes with it, so that
+plans can be made and followed in tests that have no ten seconds for its import.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class StoreSave:
 
 
 @dataclass
-class StepPlan(KVConnectorMetadata):
+class StepPlan:
     """All of it. Empty lists mean: nothing new."""
 
     preempted: list[str] = field(default_factory=list)
@@ -118,7 +117,7 @@ class StepPlan(KVConnectorMetadata):
 
 
 @dataclass
-class WorkerIdentity(KVConnectorHandshakeMetadata):
+class WorkerIdentity:
     """Worker half to scheduler half, once at start."""
 
     fingerprint: str
