@@ -44,7 +44,7 @@ def report_of(request: pb.MountRequest) -> m.Report:
         length=request.length,
         engine_address=request.engine_address,
         control_address=request.control_address,
-        held=[m.Held(h.key, h.version, h.length, extents_of(h.extents)) for h in request.held],
+        held=[m.Held(h.key, h.version, h.length, extents_of(h.extents), h.removed) for h in request.held],
         open=[m.OpenWrite(extents_of(w.extents), w.expires_in_s) for w in request.open],
         continued=request.continued,
         more=request.more,
@@ -70,7 +70,13 @@ def pb_found(found: m.Found | None) -> pb.FoundObject:
 
 
 def pb_held(entry: Entry) -> pb.HeldObject:
-    return pb.HeldObject(key=entry.key, version=entry.version, length=entry.length, extents=pb_extents(entry.extents))
+    return pb.HeldObject(
+        key=entry.key,
+        version=entry.version,
+        length=entry.length,
+        extents=pb_extents(entry.extents),
+        removed=entry.removed,
+    )
 
 
 def entry_of(held: pb.HeldObject) -> Entry:

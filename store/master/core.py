@@ -78,7 +78,7 @@ class MasterCore:
             else:
                 self.counters.refused_reports += 1
         for held in report.held:
-            record = self.pool.adopt(segment, held.key, held.version, held.length, held.extents)
+            record = self.pool.adopt(segment, held.key, held.version, held.length, held.extents, removed=held.removed)
             if record is None:
                 self.counters.refused_reports += 1
             else:
@@ -86,7 +86,6 @@ class MasterCore:
                 self._adopted[segment].append(record)
         if not report.more:
             segment.loading = False
-            self.pool.drop_log(segment).settle(segment.records)
             self._hold(now, self._adopted.pop(segment))
         return True
 
@@ -115,8 +114,7 @@ class MasterCore:
             segment.suspect_since_s = None
         log = self.pool.drop_log(segment)
         log.ack(ack)
-        dropped, sequence = log.next(self.settings.dropped_per_heartbeat)
-        return m.HeartbeatAnswer(False, dropped, sequence)
+        return m.HeartbeatAnswer(False, *log.next(self.settings.dropped_per_heartbeat))
 
     def unmount(self, now: float, name: str, instance_id: str) -> None:
         """The node says goodbye."""
@@ -349,7 +347,7 @@ class MasterCore:
                 s.allocator.capacity_bytes, s.allocator.allocated_bytes,
                 sum(r.state is State.LIVE for r in s.records.values()), now - s.heartbeat_s,
             )
-            for s in self.pool.segments.values()
+            for _, s in sorted(self.pool.segments.items())
         ]  # fmt: skip
         writing = sum(r is not None and r.state is State.WRITING for p in self._puts.values() for r in p.records)
         live = len(self.pool.index) - writing

@@ -52,6 +52,7 @@ class Held(NamedTuple):
     version: int
     length: int
     extents: tuple[Extent, ...]
+    removed: bool = False
 
 
 class OpenWrite(NamedTuple):
@@ -81,6 +82,7 @@ class Report:
 class HeartbeatAnswer(NamedTuple):
     remount: bool
     dropped: Sequence[int] = ()
+    removed: Sequence[int] = ()
     dropped_seq: int = 0
 
 

@@ -65,20 +65,28 @@ class Pool:
         return self._drop_logs[segment.name]
 
     def adopt(
-        self, segment: Segment, key: bytes, version: int, length: int, extents: Sequence[Extent]
+        self,
+        segment: Segment,
+        key: bytes,
+        version: int,
+        length: int,
+        extents: Sequence[Extent],
+        *,
+        removed: bool = False,
     ) -> Record | None:
         """An object that a node reports. The record is pinned (for the caller to unpin), and GONE when it is older than
         what is known or was removed meanwhile: somebody may still read it. None when the report is broken."""
         if length <= 0 or total_bytes(extents) != length or not segment.allocator.reserve_all(extents):
             return None
         log, known = self.drop_log(segment), self.index.get(key)
-        stale = version in log
+        stale = removed or version in log
         if not stale and known is not None and known.state is State.LIVE and known.version < version:
             self.remove(known)
             known = None
         if stale or (known is not None and not _joins(known, segment, version, length)):
             record = Record(key, version, length, state=State.GONE)
-            log.withhold(version)
+            if not removed:
+                log.add(version, dropped=False)
         elif known is None:
             record = self.index[key] = Record(key, version, length, state=State.LIVE)
         else:
@@ -155,10 +163,11 @@ class Pool:
         self.lru.remove(record)
         self._unlist(record)
         record.state = State.GONE
-        for replica in record.replicas:
-            self.drop_log(replica.segment).withhold(record.version)
         if not record.pins:
             self._release(record)
+            return
+        for replica in record.replicas:
+            self.drop_log(replica.segment).add(record.version, dropped=False)
 
     def pin(self, record: Record) -> None:
         self.lru.remove(record)
@@ -177,7 +186,7 @@ class Pool:
     def _release(self, record: Record) -> None:
         for replica in record.replicas:
             replica.segment.records.pop(record.version, None)
-            self.drop_log(replica.segment).add(record.version)
+            self.drop_log(replica.segment).add(record.version, dropped=True)
         self.free((r.segment, r.extents) for r in record.replicas)
         record.replicas = []
 

@@ -83,6 +83,7 @@ class MasterService(store_pb2_grpc.StoreMasterServicer):
             remount=answer.remount,
             master_epoch=core.epoch,
             dropped=answer.dropped,
+            removed=answer.removed,
             dropped_seq=answer.dropped_seq,
         )
 

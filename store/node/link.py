@@ -105,6 +105,7 @@ class MasterLink:
         answer = await stub.Heartbeat(request, timeout=self._config.master_timeout_s)
         if answer.remount or answer.master_epoch != self._mounted_epoch:
             return True
+        self._segment.manifest.mark_removed(answer.removed)
         self._segment.manifest.forget(answer.dropped)
         self._metrics.forgotten.inc(len(answer.dropped))
         self._ack = answer.dropped_seq

@@ -31,6 +31,8 @@ class Entry:
     version: int
     length: int
     extents: tuple[Extent, ...]
+    removed: bool = False
+    """The master has removed it, but somebody may still read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,13 @@ class Manifest:
             entry = self.entries.pop(version, None)
             for extent in entry.extents if entry else ():
                 self._held.remove(extent)
+
+    def mark_removed(self, versions: Iterable[int]) -> None:
+        """These are not to be found any more; their bytes stay as they are."""
+        for version in versions:
+            entry = self.entries.get(version)
+            if entry is not None:
+                self.entries[version] = replace(entry, removed=True)
 
     def report(self, now: float, mount: int) -> tuple[list[Entry], list[tuple[tuple[Extent, ...], float]]]:
         """Everything held, oldest first, and open writes with the seconds until their end (negative: in their grace).

@@ -83,6 +83,7 @@ class Cluster:
         self.etcd, self.directory, self.token = etcd, directory, token
         self.roles: dict[str, RoleProcess] = {}
         self.masters: list[str] = []
+        self.master_port = 0
 
     def start(self, segment_bytes: int, *nodes: str) -> None:
         """A master and nodes, all at once."""
@@ -93,8 +94,8 @@ class Cluster:
             role.wait_ready()
         self.masters.append(master.address)
 
-    def launch_master(self, *options: str, name: str = "store-master-0", port: int = 0) -> RoleProcess:
-        options = (*FAST, "--port", str(port), *options)
+    def launch_master(self, *options: str, name: str = "store-master-0", port: int | None = None) -> RoleProcess:
+        options = (*FAST, "--port", str(self.master_port if port is None else port), *options)
         role = RoleProcess("store-master", name, self.etcd, self.directory, *options, token=self.token)
         self.roles[name] = role
         return role

@@ -105,6 +105,7 @@ class World:
         if node.epoch == core.epoch:
             answer = core.heartbeat(self.now, node.name, node.life, node.manifest.mount, node.ack)
             if not answer.remount:
+                node.manifest.mark_removed(answer.removed)
                 node.manifest.forget(answer.dropped)
                 node.ack = answer.dropped_seq
                 return
@@ -112,7 +113,7 @@ class World:
         if self.chance(0.1):
             return  # the report is lost
         half = len(held) // 2
-        lines = [m.Held(e.key, e.version, e.length, e.extents) for e in held]
+        lines = [m.Held(e.key, e.version, e.length, e.extents, e.removed) for e in held]
         opens = [m.OpenWrite(*write) for write in writes]
         common = (node.name, node.life, node.manifest.mount, BASE, GRANULES * G)
         assert core.mount(self.now, m.Report(*common, held=lines[:half], open=opens, more=True))

@@ -31,16 +31,18 @@ class Replica(_message.Message):
     def __init__(self, segment: _Optional[str] = ..., engine_address: _Optional[str] = ..., instance_id: _Optional[str] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., control_address: _Optional[str] = ..., mount: _Optional[int] = ...) -> None: ...
 
 class HeldObject(_message.Message):
-    __slots__ = ("key", "length", "extents", "version")
+    __slots__ = ("key", "length", "extents", "version", "removed")
     KEY_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     length: int
     extents: _containers.RepeatedCompositeFieldContainer[Extent]
     version: int
-    def __init__(self, key: _Optional[bytes] = ..., length: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
+    removed: bool
+    def __init__(self, key: _Optional[bytes] = ..., length: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., version: _Optional[int] = ..., removed: _Optional[bool] = ...) -> None: ...
 
 class OpenWrite(_message.Message):
     __slots__ = ("extents", "expires_in_s")
@@ -99,16 +101,18 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, segment: _Optional[str] = ..., instance_id: _Optional[str] = ..., master_epoch: _Optional[int] = ..., mount: _Optional[int] = ..., dropped_ack: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("remount", "master_epoch", "dropped", "dropped_seq")
+    __slots__ = ("remount", "master_epoch", "dropped", "dropped_seq", "removed")
     REMOUNT_FIELD_NUMBER: _ClassVar[int]
     MASTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     DROPPED_SEQ_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
     remount: bool
     master_epoch: int
     dropped: _containers.RepeatedScalarFieldContainer[int]
     dropped_seq: int
-    def __init__(self, remount: _Optional[bool] = ..., master_epoch: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ..., dropped_seq: _Optional[int] = ...) -> None: ...
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, remount: _Optional[bool] = ..., master_epoch: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ..., dropped_seq: _Optional[int] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class UnmountRequest(_message.Message):
     __slots__ = ("segment", "instance_id")
