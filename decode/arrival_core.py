@@ -27,6 +27,8 @@ from decode.arrival_events import (
     Wanted,
 )
 
+ABORTED = "aborted"
+"""Result of a load that nobody waits for; never a producer's reason."""
 _RETRY_S = 0.2
 _FENCE_RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -133,7 +135,7 @@ class ArrivalCore:
     def _producer_said(self, load: _Load, event: HasLanded | HasFailed) -> None:
         if isinstance(event, HasLanded):
             # Also behind our own fence request: all bytes are there and none will follow.
-            self._report(load, "aborted" if load.result == "aborted" else "ok")
+            self._report(load, ABORTED if load.result == ABORTED else "ok")
         elif event.stopped:
             self._report(load, load.result or event.reason)
         elif load.phase is Phase.WAITING:
@@ -142,8 +144,8 @@ class ArrivalCore:
     def _aborted(self, load: _Load) -> None:
         self._out.append(SendCancel(load.wanted.req_id))
         if load.phase is Phase.WAITING:
-            self._fence(load, "aborted")
-        load.result = "aborted"
+            self._fence(load, ABORTED)
+        load.result = ABORTED
 
     def _fence(self, load: _Load, result: str) -> None:
         load.phase, load.result = Phase.FENCING, result

@@ -9,7 +9,7 @@ import logging
 import time
 from typing import assert_never
 
-from decode.arrival_core import ArrivalCore, Phase
+from decode.arrival_core import ABORTED, ArrivalCore, Phase
 from decode.arrival_events import (
     Aborted,
     Effect,
@@ -30,6 +30,7 @@ from mooncake.vllm.event_thread import EventThread
 from mooncake.vllm.step_plan import StepPlan, StreamCancel, StreamLoad
 from mooncake.vllm.stream_protocol import (
     MAX_MESSAGE_BYTES,
+    REASONS,
     Cancel,
     Failed,
     Landed,
@@ -77,8 +78,9 @@ class ArrivalWorker:
         self._thread.post(HasLanded(message.consumer_id, message.transfer_id, peer_instance_id))
 
     def failed(self, message: Failed, peer_instance_id: str) -> None:
+        reason = message.reason if message.reason in REASONS else "other"
         self._thread.post(
-            HasFailed(message.consumer_id, message.transfer_id, peer_instance_id, message.reason, message.stopped)
+            HasFailed(message.consumer_id, message.transfer_id, peer_instance_id, reason, message.stopped)
         )
 
     # --- the machine's thread ---
@@ -110,7 +112,7 @@ class ArrivalWorker:
 
     def _report(self, load: StreamLoad, result: str) -> None:
         del self._loads[load.req_id]
-        ok, wanted = result == "ok", result != "aborted"
+        ok, wanted = result == "ok", result != ABORTED
         self._rt.counters.add("loads_total", source="stream", result=result)
         if not ok and wanted:
             tokens = load.prompt_tokens - load.first_block * self._rt.layout.block_size
@@ -120,7 +122,7 @@ class ArrivalWorker:
             )
         self._rt.traces.add(load.transfer_id, "landed" if ok else "load_failed", consumer=load.req_id, result=result)
         self._rt.traces.finish(load.transfer_id)
-        self._rt.reports.load_ended(load.req_id, failed=not ok)
+        self._rt.reports.load_ended(load.req_id, failed=not ok and wanted)
 
     def _gauges(self) -> None:
         quarantined = self._core.in_phase(Phase.QUARANTINED)

@@ -129,7 +129,7 @@ class StreamCore:
                 self._pump_all(transfer, event.layer)
             case TransferFinished():
                 if not event.complete:
-                    self._close(transfer, "aborted")
+                    self._close(transfer, "prefill_aborted")
             case Preempted():
                 self._pause(transfer)
             case Poisoned():
@@ -146,7 +146,7 @@ class StreamCore:
         if isinstance(event, Released):
             self._never(event.transfer_id, "released")
         if isinstance(event, TransferFinished) and not event.complete:
-            self._never(event.transfer_id, "aborted")
+            self._never(event.transfer_id, "prefill_aborted")
 
     def _never(self, transfer_id: str, reason: str) -> None:
         """A prefill leg that has not begun will not be served."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, assert_never
 
-from mooncake.common.errors import MooncakeError, PeerUnavailable
+from mooncake.common.errors import MooncakeError, PeerUnavailable, TransferCancelled
 from mooncake.vllm.device import computed_fence
 from mooncake.vllm.event_thread import EventThread
 from mooncake.vllm.host_link import PrefillFinished
@@ -241,6 +241,8 @@ class StreamWorker:
             self._rt.engine.free_batch_id(batch)
             write = self._writes.pop(write_id)
             self._rt.counters.add("layers_sent_bytes_total", status.transferred_bytes)
+            if status.error is not None and not isinstance(status.error, TransferCancelled):
+                _log.warning("write for transfer %s failed: %s", write.reserve.transfer_id, status.error)
             now = time.time()
             for piece in write.pieces if status.ok else ():
                 self._rt.traces.add(

@@ -12,6 +12,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+REASONS = frozenset(
+    "layout_mismatch prompt_mismatch bad_reserve prefill_aborted preempted released deadline gone duplicate cancelled "
+    "write_failed peer_unavailable".split()
+)
+"""Why a stream fails; label values of metrics."""
+
 MAX_MESSAGE_BYTES = 60_000
 """Below the transfer engine's bound for a notification."""
 

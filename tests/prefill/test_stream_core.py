@@ -147,10 +147,10 @@ def test_an_aborted_prefill_stops_writes_before_it_tells() -> None:
     write = writes(run(machine, began(), BlocksKnown("t", (7, 8, 9)), reserved(), LayerReady("t", 0, 1)))[0]
     assert run(machine, TransferFinished("t", complete=False)) == [StopWrite(write.write_id)]
     ends = run(machine, WriteEnded(write.write_id, ok=False, stopped=True))
-    assert ends[0] == Tell(write.reserve, Failed("t", "c", "aborted", True))
-    assert ends[-1] == LetGo("t", "req-t", "aborted")
+    assert ends[0] == Tell(write.reserve, Failed("t", "c", "prefill_aborted", True))
+    assert ends[-1] == LetGo("t", "req-t", "prefill_aborted")
     late = run(machine, reserved(consumer="c2"))
-    assert late == [Tell(reserve(consumer="c2"), Failed("t", "c2", "aborted", True))]
+    assert late == [Tell(reserve(consumer="c2"), Failed("t", "c2", "prefill_aborted", True))]
 
 
 def test_a_write_in_doubt_is_never_called_landed_nor_stopped() -> None:
