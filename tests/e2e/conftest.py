@@ -1,7 +1,13 @@
-"""One platform (2 prefill, 1 decode) and one plain vLLM for the whole session; both eager, float32, tiny model."""
+"""Test beds of the session: a platform and a plain vLLM with the same flags, float32, tiny model; one bed at a time.
+
+`eager` (2 prefill, 1 decode) serves all tests but those of `compiled` (1 and 1, torch.compile), which run last.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,11 +18,11 @@ import pytest_asyncio
 from deploy.testbed import PlainVLLM, Platform
 from mooncake.models import resolve_model
 
-API_KEY = "test-key"
-UP_ARGUMENTS = [
-    *("--model", "tiny", "--prefill", "2", "--decode", "1", "--dtype", "float32", "--enforce-eager"),
-    *("--kv-cache-bytes", str(64 << 20), "--max-model-len", "8192", "--store-bytes", str(256 << 20)),
-]
+COMMON = ["--model", "tiny", "--dtype", "float32", "--kv-cache-bytes", str(64 << 20), "--max-model-len", "8192"]
+BEDS = {
+    "eager": [*COMMON, "--prefill", "2", "--decode", "1", "--enforce-eager", "--store-bytes", str(256 << 20)],
+    "compiled": [*COMMON, "--prefill", "1", "--decode", "1", "--no-enforce-eager", "--store-bytes", str(64 << 20)],
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,32 +30,71 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "/e2e/" in str(item.path):
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: "compiled" in getattr(item, "fixturenames", ()))
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Two test beds at once on two cores miss each other's deadlines: a machine's second test run waits for the first."""
+    with (Path(tempfile.gettempdir()) / "mooncake-testbed.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class Beds:
+    """Starts a bed when it is asked for, and stops the one before."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._kind = ""
+        self._running: tuple[Platform, PlainVLLM] | None = None
+
+    def get(self, kind: str) -> tuple[Platform, PlainVLLM]:
+        if self._running is None or self._kind != kind:
+            self.stop()
+            self._kind = kind
+            platform = Platform(self._directory / kind, *BEDS[kind])
+            plain = PlainVLLM(
+                resolve_model("tiny"), self._directory / f"plain-{kind}.log", compile_model=kind == "compiled"
+            )
+            self._running = platform, plain  # both start at once: most of a start is imports
+            try:
+                plain.wait_ready()
+                platform.wait_ready()
+            except BaseException:
+                self.stop()
+                raise
+        return self._running
+
+    def stop(self) -> None:
+        for server in reversed(self._running or ()):
+            server.stop()
+        self._running = None
 
 
 @pytest.fixture(scope="session")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Platform, PlainVLLM]]:
-    """Both started at once: most of a start is imports, and they share two cores anyway."""
-    directory: Path = tmp_path_factory.mktemp("e2e")
-    model = resolve_model("tiny")
-    platform = Platform(directory / "run", *UP_ARGUMENTS)
-    plain = PlainVLLM(model, directory / "plain.log")
-    try:
-        plain.wait_ready()
-        platform.wait_ready()
-        yield platform, plain
-    finally:
-        plain.stop()
-        platform.stop()
+def beds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beds]:
+    with one_at_a_time():
+        beds = Beds(tmp_path_factory.mktemp("e2e"))
+        try:
+            yield beds
+        finally:
+            beds.stop()
 
 
-@pytest.fixture(scope="session")
-def platform(servers: tuple[Platform, PlainVLLM]) -> Platform:
-    return servers[0]
+@pytest.fixture
+def platform(beds: Beds) -> Platform:
+    return beds.get("eager")[0]
 
 
-@pytest.fixture(scope="session")
-def plain(servers: tuple[Platform, PlainVLLM]) -> PlainVLLM:
-    return servers[1]
+@pytest.fixture
+def plain(beds: Beds) -> PlainVLLM:
+    return beds.get("eager")[1]
+
+
+@pytest.fixture
+def compiled(beds: Beds) -> tuple[Platform, PlainVLLM]:
+    return beds.get("compiled")
 
 
 @pytest_asyncio.fixture

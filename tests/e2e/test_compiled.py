@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
 from deploy.testbed import PlainVLLM, Platform
-from mooncake.models import resolve_model
 from tests.e2e.client import complete, prompt_tokens, random_prompt
-
-COMPILED_ARGUMENTS = [
-    *("--model", "tiny", "--prefill", "1", "--decode", "1", "--dtype", "float32", "--no-enforce-eager"),
-    *("--kv-cache-bytes", str(64 << 20), "--max-model-len", "8192", "--store-bytes", str(64 << 20)),
-]
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Platform, PlainVLLM]]:
-    directory: Path = tmp_path_factory.mktemp("compiled")
-    platform = Platform(directory / "run", *COMPILED_ARGUMENTS)
-    plain = PlainVLLM(resolve_model("tiny"), directory / "plain.log", compile_model=True)
-    try:
-        plain.wait_ready()
-        platform.wait_ready()
-        yield platform, plain
-    finally:
-        plain.stop()
-        platform.stop()
 
 
 @pytest.mark.timeout(900)
