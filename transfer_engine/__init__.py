@@ -14,7 +14,15 @@ from mooncake.common.errors import (
 from transfer_engine.config import EngineConfig
 from transfer_engine.engine import TransferEngine
 from transfer_engine.shared_buffer import SharedBuffer
-from transfer_engine.types import BatchId, Opcode, SegmentHandle, TransferRequest, TransferState, TransferStatus, TransferVector
+from transfer_engine.types import (
+    BatchId,
+    Opcode,
+    SegmentHandle,
+    TransferRequest,
+    TransferState,
+    TransferStatus,
+    TransferVector,
+)
 
 __all__ = [
     "AuthenticationFailed",

@@ -34,8 +34,16 @@ class Submission:
     """One `submit_transfer`: requests that share a deadline, a group and a priority. The unit of cancelling."""
 
     def __init__(
-        self, batch: Batch, length: U64, *, deadline: float, group: int, priority: int, notify: bytes | None,
-        peers: frozenset[str], effects: Effects,
+        self,
+        batch: Batch,
+        length: U64,
+        *,
+        deadline: float,
+        group: int,
+        priority: int,
+        notify: bytes | None,
+        peers: frozenset[str],
+        effects: Effects,
     ) -> None:
         self.batch = batch
         self.length = length
@@ -46,6 +54,8 @@ class Submission:
         self.peers = peers
         self.effects = effects
         self.hold: object = None
+        self.inline_thread = 0
+        """Thread that waits for the end right after submitting, and may do the moving itself; 0: none."""
         self.done: npt.NDArray[np.uint64] = np.zeros(len(length), np.uint64)
         self.bytes_left = int(length.sum())
         self.bytes_total = self.bytes_left
@@ -97,7 +107,10 @@ class Submission:
         with self.batch.lock:
             self.in_flight -= 1
             self.bytes_left -= n_bytes
-            np.add.at(self.done, index, length)
+            if len(index) == 1:
+                self.done[index[0]] += length[0]
+            else:
+                np.add.at(self.done, index, length)
             effect = self._step()
         self._run(effect)
 
@@ -206,7 +219,9 @@ class Batch:
         """Add a submission. Raises InvalidHandle when the batch has no room for it."""
         with self.lock:
             if self.used + len(submission.length) > self.size:
-                raise InvalidHandle(f"batch has room for {self.size - self.used} more requests, not {len(submission.length)}")
+                raise InvalidHandle(
+                    f"batch has room for {self.size - self.used} more requests, not {len(submission.length)}"
+                )
             self.used += len(submission.length)
             self.submissions.append(submission)
             self._pending += 1

@@ -75,12 +75,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Resubmissions of one slice after a lost connection."""
 
     def __post_init__(self) -> None:
-        known = {"port": (0, 65535), "streams_per_peer": (1, 64), "copy_threads": (1, 64), "slice_bytes": (4096, 1 << 30)}
+        known = {
+            "port": (0, 65535),
+            "streams_per_peer": (1, 64),
+            "copy_threads": (1, 64),
+            "slice_bytes": (4096, 1 << 30),
+        }
         for field, (low, high) in known.items():
             if not low <= getattr(self, field) <= high:
                 raise ConfigError(f"transfer engine: {field} must be {low} to {high}, not {getattr(self, field)}")
-        for field in ("slice_min_bytes", "max_peers", "max_connections", "max_batches", "max_batch_requests", "max_regions", "max_fences",
-                      "notify_queue", "connect_timeout_s", "idle_timeout_s", "stall_timeout_s", "max_deadline_s", "close_timeout_s"):
+        for field in (
+            "slice_min_bytes",
+            "max_peers",
+            "max_connections",
+            "max_batches",
+            "max_batch_requests",
+            "max_regions",
+            "max_fences",
+            "notify_queue",
+            "connect_timeout_s",
+            "idle_timeout_s",
+            "stall_timeout_s",
+            "max_deadline_s",
+            "close_timeout_s",
+        ):
             if getattr(self, field) <= 0:
                 raise ConfigError(f"transfer engine: {field} must be positive, not {getattr(self, field)}")
         if self.fence_ttl_s < self.max_deadline_s:

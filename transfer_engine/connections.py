@@ -39,7 +39,11 @@ class Connections:
     def open(self, address: str, instance_id: str, deadline: float) -> Session:
         """The session with whoever answers at `address`, verified by a round trip. Counts one more handle on it."""
         for session in self.sessions():
-            if session.address == address and instance_id in ("", session.instance_id) and self._answers(session, deadline):
+            if (
+                session.address == address
+                and instance_id in ("", session.instance_id)
+                and self._answers(session, deadline)
+            ):
                 return self._count(session)
         link, record = self._dial(address, instance_id, deadline)
         with self._lock:
@@ -92,7 +96,12 @@ class Connections:
 
     def _dial(self, address: str, instance_id: str, deadline: float) -> tuple[Link, PeerRecord]:
         sock, identity = handshake.dial(
-            parse_address(address), self._identity, self._config.cluster_token, want=instance_id, stream_id="", deadline=deadline
+            parse_address(address),
+            self._identity,
+            self._config.cluster_token,
+            want=instance_id,
+            stream_id="",
+            deadline=deadline,
         )
         try:
             record = self._peers.meet(identity)
@@ -148,7 +157,12 @@ class Connections:
                 return True
         with contextlib.suppress(MooncakeError, ValueError):
             sock, _ = handshake.dial(
-                parse_address(address), self._identity, self._config.cluster_token, want="", stream_id="", deadline=deadline
+                parse_address(address),
+                self._identity,
+                self._config.cluster_token,
+                want="",
+                stream_id="",
+                deadline=deadline,
             )
             sock.close()
             return True

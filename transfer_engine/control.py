@@ -20,7 +20,18 @@ from transfer_engine.fence import FenceTable
 from transfer_engine.link import Link, unwrap
 from transfer_engine.memory import Region, RegionTable
 from transfer_engine.notify import Dispatcher
-from transfer_engine.protocol import CancelGroup, GetRegions, Goodbye, Notify, Ping, RegionInfo, Reply, Request, Revoke, StreamClose
+from transfer_engine.protocol import (
+    CancelGroup,
+    GetRegions,
+    Goodbye,
+    Notify,
+    Ping,
+    RegionInfo,
+    Reply,
+    Request,
+    Revoke,
+    StreamClose,
+)
 from transfer_engine.segment import Directory, PeerRecord, Session, describe
 from transfer_engine.shared_buffer import Mapping
 from transfer_engine.types import TransferState
@@ -71,9 +82,14 @@ class Control:
                     self.stop_group(record.identity.instance_id, group, lambda: link.reply(message_id, Reply()))
                 except Overloaded as error:
                     link.reply(message_id, Reply(code=protocol.error_code(error), text=str(error)))
-            case Revoke(address, length, timeout_s):
+            case Revoke(address, length, version, timeout_s):
                 session = self._engine.session_of(record.identity.instance_id)
-                self._later(link, message_id, timeout_s, lambda t: session is None or session.regions.revoke(address, length, t))
+                self._later(
+                    link,
+                    message_id,
+                    timeout_s,
+                    lambda t: session is None or session.regions.revoke(address, length, t, version),
+                )
             case StreamClose(stream_id, timeout_s):
                 stream = record.streams.get(stream_id)
                 self._later(link, message_id, timeout_s, lambda t: stream is None or stream.stop(t))
@@ -144,23 +160,27 @@ class Control:
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
-    def refresh(self, session: Session, link: Link, deadline: float, done: Callable[[MooncakeError | None], None]) -> None:
+    def refresh(
+        self, session: Session, link: Link, deadline: float, done: Callable[[MooncakeError | None], None]
+    ) -> None:
         """Fetch the peer's region table. The answer is applied on the reader thread, in order with revocations."""
 
         def answered(what: Reply | MooncakeError) -> None:
             try:
-                self._apply(session, unwrap(what))
+                if not self._apply(session, unwrap(what)):
+                    link.ask(GetRegions(), deadline, answered)
+                    return None
             except MooncakeError as error:
                 return done(error)
             done(None)
 
         link.ask(GetRegions(), deadline, answered)
 
-    def _apply(self, session: Session, reply: Reply) -> None:
+    def _apply(self, session: Session, reply: Reply) -> bool:
         for group in reply.fenced:
             self.stop_group(session.instance_id, group, lambda: None)
-        if session.regions_known and reply.version < session.regions.version:
-            return
+        if reply.version < session.regions.version:
+            return False  # something was revoked meanwhile
         known = {region.address: region for region in session.regions.regions()}
         fresh = []
         for info in reply.regions:
@@ -168,6 +188,7 @@ class Control:
             fresh.append(region if region is not None and region.owner == info else self._mapped(session, info))
         session.regions.replace(fresh, reply.version, lambda old, new: old is new)
         session.regions_known = True
+        return True
 
     def _mapped(self, session: Session, info: RegionInfo) -> Region:
         region = Region(info.address, info.length, owner=info)
@@ -181,20 +202,28 @@ class Control:
     def revoke(self, address: int, length: int, timeout_s: float) -> None:
         """Make every peer with direct access let go of a range that is closing. Raises TransferTimeout."""
         with self._grants:
-            granted = [record for record in self._engine.peers.all() if record.granted]
+            granted = [r for r in self._engine.peers.all() if r.granted and not r.proven_gone()]
         deadline = time.monotonic() + timeout_s
-        waiting = []
+        asked: list[tuple[PeerRecord, list[_Waiter]]] = []
         for record in granted:
-            for link in list(record.links) or [None]:
-                waiter = _Waiter()
-                waiting.append((record, waiter))
-                try:
-                    (link or self._engine.link_to(record, deadline)).ask(Revoke(address, length, timeout_s), deadline, waiter)
-                except MooncakeError as error:
-                    waiter(error)
-        for record, waiter in waiting:
-            if not waiter.ok(deadline) and not self._harmless(record, deadline):
-                raise TransferTimeout(f"{record.identity.address} did not let go of memory at {address:#x} in {timeout_s} s")
+            waiters = []
+            for link in self._links_of(record, deadline):
+                waiters.append(_Waiter())
+                link.ask(Revoke(address, length, self._engine.memory.version, timeout_s), deadline, waiters[-1])
+            asked.append((record, waiters))
+        for record, waiters in asked:
+            if not any(waiter.ok(deadline) for waiter in waiters) and not self._harmless(record, deadline):
+                raise TransferTimeout(
+                    f"{record.identity.address} did not let go of memory at {address:#x} in {timeout_s} s"
+                )
+
+    def _links_of(self, record: PeerRecord, deadline: float) -> list[Link]:
+        """All links; a peer without one is dialled. One answer is enough: the version voids what is under way on others."""
+        links = list(record.links)
+        if not links:
+            with contextlib.suppress(MooncakeError):
+                links.append(self._engine.link_to(record, deadline))
+        return links
 
     def _harmless(self, record: PeerRecord, deadline: float) -> bool:
         """A peer that did not answer because it is going away."""

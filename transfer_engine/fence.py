@@ -71,4 +71,8 @@ class FenceTable:
     def groups_of(self, instance_id: str) -> list[int]:
         now = time.monotonic()
         with self._changed:
-            return [group for (instance, group), until in self._until.items() if instance in (instance_id, "") and until > now]
+            return [
+                group
+                for (instance, group), until in self._until.items()
+                if instance in (instance_id, "") and until > now
+            ]

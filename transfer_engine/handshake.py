@@ -62,7 +62,9 @@ def _mac(token: bytes, label: bytes, *parts: bytes) -> bytes:
     return digest.digest()
 
 
-def dial(address: tuple[str, int], mine: Identity, token: bytes, *, want: str, stream_id: str, deadline: float) -> tuple[socket.socket, Identity]:
+def dial(
+    address: tuple[str, int], mine: Identity, token: bytes, *, want: str, stream_id: str, deadline: float
+) -> tuple[socket.socket, Identity]:
     """Connect and prove. The socket returned is blocking. Raises PeerUnavailable (also when another instance answers),
     AuthenticationFailed, ProtocolViolation, TransferTimeout."""
     try:
@@ -80,7 +82,9 @@ def dial(address: tuple[str, int], mine: Identity, token: bytes, *, want: str, s
         if not hmac.compare_digest(welcome.mac, _mac(token, b"target", hello, unsigned)):
             raise AuthenticationFailed(f"{address[0]}:{address[1]} does not hold our cluster token")
         if want and welcome.identity.instance_id != want:
-            raise PeerUnavailable(f"{address[0]}:{address[1]} is now instance {welcome.identity.instance_id}, not {want}")
+            raise PeerUnavailable(
+                f"{address[0]}:{address[1]} is now instance {welcome.identity.instance_id}, not {want}"
+            )
         if welcome.refusal:
             raise PeerUnavailable(f"{address[0]}:{address[1]} refused: {welcome.refusal}")
         _send(sock, _mac(token, b"initiator", hello, answer), deadline)

@@ -98,6 +98,11 @@ class Lane:
                 self._start()
         return True
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is queued (work may be in progress)."""
+        return not self._heap and not self.closed
+
     def _start(self) -> None:
         thread = threading.Thread(target=self._main, name=f"{self.name}-{len(self._threads)}", daemon=True)
         self._threads.add(thread)

@@ -6,6 +6,7 @@ Either end may ask; one reader thread per link. A peer that does not take our by
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import select
 import socket
@@ -29,7 +30,11 @@ class Link:
     `on_closed(link)` runs once."""
 
     def __init__(
-        self, sock: socket.socket, handle: Callable[[Link, int, Request], None], on_closed: Callable[[Link], None], name: str
+        self,
+        sock: socket.socket,
+        handle: Callable[[Link, int, Request], None],
+        on_closed: Callable[[Link], None],
+        name: str,
     ) -> None:
         self._sock = sock
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
@@ -97,12 +102,16 @@ class Link:
     def ask(self, message: Request, deadline: float, done: Done) -> int:
         """Ask; `done` is called once with the reply or an error, on any thread. The engine's sweep ends what is overdue."""
         message_id = next(self._ids)
+        if len(self._pending) > _MAX_PENDING // 2:
+            self.expire(time.monotonic())
         with self._lock:
             if self.alive and len(self._pending) < _MAX_PENDING:
                 self._pending[message_id] = (deadline, done)
                 problem = None
             else:
-                problem = PeerUnavailable(f"{self._name}: connection is closed" if not self.alive else f"{self._name}: too many open requests")
+                problem = PeerUnavailable(
+                    f"{self._name}: connection is closed" if not self.alive else f"{self._name}: too many open requests"
+                )
         if problem is not None:
             done(problem)
             return message_id
@@ -172,10 +181,8 @@ class Link:
                 return
             self.alive = False
             pending, self._pending = list(self._pending.values()), {}
-        try:
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         for _, done in pending:
             done(PeerUnavailable(f"{self._name}: connection lost"))
 

@@ -6,6 +6,7 @@ backs a region, sockets, peers. The same table holds our own regions and the cop
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -40,6 +41,12 @@ class _Snapshot(NamedTuple):
     starts: U64
     ends: U64
     regions: tuple[Region, ...]
+    addresses: list[int]
+
+    def row_of(self, address: int, length: int) -> int:
+        """Row of the region that wholly contains a range, or -1. Much cheaper than numpy for one range."""
+        row = bisect.bisect_right(self.addresses, address) - 1
+        return row if row >= 0 and address + length <= self.regions[row].end else -1
 
 
 @dataclass(slots=True)
@@ -82,7 +89,7 @@ class RegionTable:
             return region
 
     def _reject_overlap(self, region: Region) -> None:
-        starts, ends, regions = self._all
+        _, ends, regions, _ = self._all
         at = int(np.searchsorted(ends, np.uint64(region.address), side="right"))
         if at < len(regions) and regions[at].address < region.end:
             other = regions[at]
@@ -119,7 +126,9 @@ class RegionTable:
     def hold(self, address: U64, length: U64, *, remote: bool = False) -> Hold:
         """Keep the regions of all ranges. A range may span regions that touch. Raises NotRegistered for any byte outside."""
         snapshot = self._remote if remote else self._all
-        starts, ends, regions = snapshot
+        starts, ends, regions, _ = snapshot
+        if len(address) == 1 and (row := snapshot.row_of(int(address[0]), int(length[0]))) >= 0:
+            return self._hold((regions[row],), np.array([row]), regions)
         if len(regions) == 0:
             raise NotRegistered("no memory is registered" if len(address) else "nothing to hold")
         rows = np.searchsorted(starts, address, side="right") - 1
@@ -130,14 +139,16 @@ class RegionTable:
             wanted = {row for row in wanted if row >= 0}
             for at in np.flatnonzero(~good).tolist():
                 wanted.update(_span(snapshot, int(address[at]), int(length[at])))
-        held = tuple(regions[row] for row in wanted)
+        return self._hold(tuple(regions[row] for row in wanted), rows, regions)
+
+    def _hold(self, held: tuple[Region, ...], rows: Index, table: tuple[Region, ...]) -> Hold:
         with self._changed:
             for region in held:
                 if region.closing:
                     raise NotRegistered(f"region {region.address:#x} is being unregistered")
             for region in held:
                 region.uses += 1
-        return Hold(held, rows, regions)
+        return Hold(held, rows, table)
 
     def release(self, hold: Hold) -> None:
         with self._changed:
@@ -150,7 +161,9 @@ class RegionTable:
 
     def rows(self, address: U64, length: U64) -> tuple[Index, tuple[Region, ...]]:
         """Row of the region that wholly contains each range, or -1. Holds nothing."""
-        starts, ends, regions = self._all
+        starts, ends, regions, _ = snapshot = self._all
+        if len(address) == 1:
+            return np.array([snapshot.row_of(int(address[0]), int(length[0]))]), regions
         if len(regions) == 0:
             return np.full(len(address), -1, np.intp), regions
         rows = np.searchsorted(starts, address, side="right") - 1
@@ -175,7 +188,7 @@ class RegionTable:
                     self._leaving.add(region)
             return gone
 
-    def revoke(self, address: int, length: int, timeout_s: float) -> bool:
+    def revoke(self, address: int, length: int, timeout_s: float, version: int = 0) -> bool:
         """Drop every region within the range (length 0: all); True once none of them is in use."""
         stop = address + length if length else 1 << 64
         with self._changed:
@@ -184,6 +197,7 @@ class RegionTable:
                 del self._regions[region.address]
                 self._leaving.add(region)
             self._rebuild()
+            self.version = max(self.version, version)
             leaving = [r for r in self._leaving if address <= r.address < stop]
             done = self._changed.wait_for(lambda: not any(r.uses for r in leaving), timeout_s)
             self._leaving = {r for r in self._leaving if r.uses}
@@ -206,14 +220,14 @@ class RegionTable:
 
 
 def _snapshot(ordered: list[Region]) -> _Snapshot:
-    return _Snapshot(
-        np.array([r.address for r in ordered], np.uint64), np.array([r.end for r in ordered], np.uint64), tuple(ordered)
-    )
+    addresses = [r.address for r in ordered]
+    ends = np.array([r.end for r in ordered], np.uint64)
+    return _Snapshot(np.array(addresses, np.uint64), ends, tuple(ordered), addresses)
 
 
 def _span(snapshot: _Snapshot, address: int, length: int) -> list[int]:
     """Rows of the touching regions that cover the range. Raises NotRegistered."""
-    starts, ends, regions = snapshot
+    starts, _, regions, _ = snapshot
     row = int(np.searchsorted(starts, np.uint64(address), side="right")) - 1
     stop, rows = address + length, []
     at = address

@@ -5,6 +5,7 @@ Knows: a bounded queue and one thread. Does not know: what the calls do. A full 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -57,8 +58,6 @@ class Dispatcher:
             thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
-        try:
+        with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
-        except queue.Full:
-            pass
         thread.join(timeout_s)

@@ -13,7 +13,14 @@ import msgspec
 import numpy as np
 
 from mooncake.common.errors import (
-    MooncakeError, NotRegistered, Overloaded, PeerUnavailable, ProtocolViolation, TransferCancelled, TransferError, TransferTimeout,
+    MooncakeError,
+    NotRegistered,
+    Overloaded,
+    PeerUnavailable,
+    ProtocolViolation,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
 )
 from transfer_engine.config import MAX_IOV
 from transfer_engine.slices import U64
@@ -33,7 +40,7 @@ class FrameHeader(NamedTuple):
 
     kind: int
     status: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody wants here
     frame_id: int
     group: int
     total: int
@@ -116,10 +123,12 @@ class CancelGroup(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
 
 class Revoke(msgspec.Struct, frozen=True, array_like=True, tag="revoke"):
-    """Target to a peer with direct access: this region is going away; answer when you no longer touch it."""
+    """Target to a peer with direct access: this region (length 0: all) is going away; answer when you no longer touch it.
+    A region table older than `version` is void."""
 
     address: int
     length: int
+    version: int
     timeout_s: float
 
 

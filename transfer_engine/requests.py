@@ -6,14 +6,17 @@ memory tables.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from mooncake.common.errors import NotRegistered
-from transfer_engine.slices import Columns, U64
+from transfer_engine.slices import U64, Columns
 from transfer_engine.types import Opcode, SegmentHandle, TransferRequest, TransferVector
 
+Values = Sequence[int] | npt.NDArray[np.integer]
 Part = tuple[SegmentHandle, Opcode, Columns]
 
 
@@ -33,10 +36,12 @@ def parse(requests: Sequence[TransferRequest] | TransferVector) -> tuple[list[Pa
     rows: dict[tuple[SegmentHandle, Opcode], list[int]] = {}
     for row, key in enumerate(zip(targets, opcodes, strict=True)):
         rows.setdefault(key, []).append(row)
-    return [(target, Opcode(opcode), columns.take(np.array(at, np.intp))) for (target, opcode), at in rows.items()], columns.length
+    return [
+        (target, Opcode(opcode), columns.take(np.array(at, np.intp))) for (target, opcode), at in rows.items()
+    ], columns.length
 
 
-def _columns(source: object, offset: object, length: object) -> Columns:
+def _columns(source: Values, offset: Values, length: Values) -> Columns:
     local, remote, count = _u64(source), _u64(offset), _u64(length)
     if not len(local) == len(remote) == len(count):
         raise ValueError("sources, target offsets and lengths differ in number")
@@ -45,17 +50,19 @@ def _columns(source: object, offset: object, length: object) -> Columns:
     return Columns(local, remote, count, np.arange(len(local), dtype=np.intp))
 
 
-def _u64(values: object) -> U64:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
-        try:  # integers of 2**63 and above next to smaller ones
-            return np.array(values, np.uint64) if array.dtype.kind in "fO" and all(type(v) is int for v in values) else _refuse(values)  # type: ignore[attr-defined]
-        except (OverflowError, TypeError) as error:
-            raise ValueError("addresses and lengths must be integers from 0 to 2**64 - 1") from error
-    if array.dtype.kind == "i" and len(array) and int(array.min()) < 0:
-        raise ValueError("addresses and lengths must not be negative")
-    return array.astype(np.uint64)
-
-
-def _refuse(values: object) -> U64:
-    raise ValueError(f"addresses and lengths must be integers, not {type(values).__name__}")
+def _u64(values: Values) -> U64:
+    if isinstance(values, np.ndarray):
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            raise ValueError(f"addresses and lengths must be one-dimensional integers, not {values.dtype}")
+        if values.dtype.kind == "i" and len(values) and int(values.min()) < 0:
+            raise ValueError("addresses and lengths must not be negative")
+        return values.astype(np.uint64, copy=False)
+    if not values:
+        return np.zeros(0, np.uint64)
+    try:
+        numbers = values if set(map(type, values)) == {int} else list(map(operator.index, values))
+        if min(numbers) < 0:
+            raise ValueError("addresses and lengths must not be negative")
+        return np.array(numbers, np.uint64)
+    except (OverflowError, TypeError) as error:
+        raise ValueError("addresses and lengths must be integers from 0 to 2**64 - 1") from error

@@ -101,7 +101,9 @@ class Directory:
 class Session:
     """Our side of one peer instance: link on demand, rest after failures, and its regions if it grants direct access."""
 
-    def __init__(self, record: PeerRecord, address: str, config: EngineConfig, dial: Callable[[Session, float], Link]) -> None:
+    def __init__(
+        self, record: PeerRecord, address: str, config: EngineConfig, dial: Callable[[Session, float], Link]
+    ) -> None:
         self.record = record
         self.address = address
         self.instance_id = record.identity.instance_id

@@ -67,7 +67,11 @@ class Listener:
             full = len(self._open) > self._config.max_connections
             deadline = time.monotonic() + self._config.connect_timeout_s
             hello = handshake.accept(
-                sock, self._identity, self._config.cluster_token, refusal="too many connections" if full else "", deadline=deadline
+                sock,
+                self._identity,
+                self._config.cluster_token,
+                refusal="too many connections" if full else "",
+                deadline=deadline,
             )
             self._serve(sock, hello)
         except AuthenticationFailed:

@@ -21,7 +21,7 @@ class Columns(NamedTuple):
     local: U64
     remote: U64
     length: U64
-    index: Index
+    index: Index  # type: ignore[assignment]  # hides tuple.index, which nobody wants here
 
     def take(self, where: npt.NDArray[np.bool_] | Index | slice) -> Columns:
         return Columns(self.local[where], self.remote[where], self.length[where], self.index[where])
@@ -30,6 +30,8 @@ class Columns(NamedTuple):
 def split(columns: Columns, piece_bytes: int) -> Columns:
     """Requests longer than `piece_bytes` become several pieces; empty ones vanish. Does not mutate."""
     length = columns.length
+    if len(length) == 1 and 0 < int(length[0]) <= piece_bytes:
+        return columns
     if len(length) == 0 or (int(length.max()) <= piece_bytes and int(length.min()) > 0):
         return columns
     counts = ((length + np.uint64(piece_bytes - 1)) // np.uint64(piece_bytes)).astype(np.intp)
@@ -47,6 +49,8 @@ def split(columns: Columns, piece_bytes: int) -> Columns:
 def cut(length: U64, slice_bytes: int, max_pieces: int) -> list[int]:
     """Bounds of slices over pieces: slice k is [bounds[k], bounds[k+1]). Each holds at most `max_pieces` pieces and, unless it is
     a single piece, at most `slice_bytes` bytes."""
+    if len(length) == 1:
+        return [0, 1]
     total = np.cumsum(length, dtype=np.uint64)
     bounds, low, count = [0], 0, len(length)
     while low < count:

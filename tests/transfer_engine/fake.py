@@ -33,7 +33,9 @@ class FakeTransport:
         except MooncakeError as error:
             job.submission.fail_slice(error)
             return
-        for local, remote, length in zip(columns.local.tolist(), columns.remote.tolist(), columns.length.tolist(), strict=True):
+        for local, remote, length in zip(
+            columns.local.tolist(), columns.remote.tolist(), columns.length.tolist(), strict=True
+        ):
             if job.opcode is Opcode.WRITE:
                 ctypes.memmove(remote, local, length)
             else:

@@ -76,14 +76,19 @@ class _Main:
 
     def write(self, address: str, source: int, target: int, length: int, deadline_s: float, group: int = 0) -> None:
         segment = self.engine.open_segment(address)
-        self.engine.transfer_sync([TransferRequest(Opcode.WRITE, source, segment, target, length)], deadline_s, group=group)
+        self.engine.transfer_sync(
+            [TransferRequest(Opcode.WRITE, source, segment, target, length)], deadline_s, group=group
+        )
 
     def start_writing(self, address: str, target: int, length: int, group: int, block: int) -> None:
         """Overwrite [target, +length) for ever, in batches of one group, until the group is refused."""
         segment = self.engine.open_segment(address)
         source = np.random.default_rng(os.getpid()).integers(1, 256, length, dtype=np.uint8)
         at = self.engine.register_buffer(source)
-        requests = [TransferRequest(Opcode.WRITE, at + o, segment, target + o, min(block, length - o)) for o in range(0, length, block)]
+        requests = [
+            TransferRequest(Opcode.WRITE, at + o, segment, target + o, min(block, length - o))
+            for o in range(0, length, block)
+        ]
         self.stop_writing.clear()
         self.writing_from = at
 
@@ -132,13 +137,14 @@ def _run(pipe: Connection, config: EngineConfig) -> None:
         pipe.send(answer)
 
 
-_spawn = mp.get_context("spawn")
+_processes = mp.get_context("forkserver")  # a clean process, but without importing numpy each time
+_processes.set_forkserver_preload([__name__])
 
 
 class Peer:
     def __init__(self, config: EngineConfig | None = None) -> None:
-        self._pipe, far = _spawn.Pipe()
-        self.process = _spawn.Process(target=_run, args=(far, config or EngineConfig()), daemon=True)
+        self._pipe, far = _processes.Pipe()
+        self.process = _processes.Process(target=_run, args=(far, config or EngineConfig()), daemon=True)
         self.process.start()
         far.close()
         self.address, self.instance_id = self.call("who")

@@ -11,11 +11,14 @@ import pytest
 
 from tests.transfer_engine.conftest import TARGET_BYTES, Pair
 from transfer_engine import (
+    EngineConfig,
     InvalidHandle,
     NotRegistered,
     Opcode,
     TransferCancelled,
+    TransferEngine,
     TransferError,
+    TransferRequest,
     TransferState,
     TransferStatus,
     TransferVector,
@@ -229,3 +232,25 @@ def test_freeing_a_running_batch_is_an_error(pair: Pair) -> None:
     for use in (pair.engine.free_batch_id, pair.engine.get_batch_status, pair.engine.cancel):
         with pytest.raises(InvalidHandle):
             use(batch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_a_request_above_four_gib(transport: str) -> None:
+    available = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
+    length = (4 << 30) + 12345
+    if available << 10 < 3 * length:
+        pytest.skip(f"needs {3 * length >> 30} GiB of memory")
+    with (
+        TransferEngine(EngineConfig(transports=("local", "shm", "tcp"))) as target,
+        TransferEngine(EngineConfig(transports=(transport,))) as engine,
+    ):
+        source, memory = np.zeros(length, np.uint8), np.zeros(length, np.uint8)
+        marks = [0, 1 << 31, (1 << 32) - 1, 1 << 32, length - 1]
+        source[marks] = [1, 2, 3, 4, 5]
+        at, base = engine.register_buffer(source), target.register_buffer(memory)
+        segment = engine.open_segment(target.address)
+        status = engine.transfer_sync([TransferRequest(Opcode.WRITE, at, segment, base, length)], 120.0)
+        assert status.transferred_bytes == length
+        assert memory[marks].tolist() == [1, 2, 3, 4, 5] and int(np.count_nonzero(memory)) == 5

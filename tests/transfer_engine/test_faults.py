@@ -47,7 +47,9 @@ def _engine(way: str = "tcp", **more: object) -> TransferEngine:
     return TransferEngine(EngineConfig(**config))  # type: ignore[arg-type]
 
 
-def _requests(engine: TransferEngine, peer: Peer, way: str, count: int, opcode: Opcode = Opcode.WRITE) -> list[TransferRequest]:
+def _requests(
+    engine: TransferEngine, peer: Peer, way: str, count: int, opcode: Opcode = Opcode.WRITE
+) -> list[TransferRequest]:
     local = np.ones(64 * MIB, np.uint8)
     at, base = engine.register_buffer(local), peer.call("allocate", 64 * MIB, way == "shm-mapped")
     segment = engine.open_segment(peer.address, instance_id=peer.instance_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -82,7 +83,9 @@ def test_fuzzed_bytes_after_the_handshake(victim: tuple[TransferEngine, np.ndarr
         with _connect(engine, stream=stream) as sock:
             start = b""
             if stream and turn % 2:
-                start = protocol.FrameHeader(protocol.WRITE, 0, 2, 1, 0, 100).encode() + struct.pack("<QQQQ", at, 50, at, 49)
+                start = protocol.FrameHeader(protocol.WRITE, 0, 2, 1, 0, 100).encode() + struct.pack(
+                    "<QQQQ", at, 50, at, 49
+                )
             elif turn % 2:
                 start = protocol.CONTROL.pack(300, chance.randrange(2), 1)
             sock.sendall(start + chance.randbytes(400))
@@ -160,12 +163,8 @@ def test_decoding_is_total() -> None:
     for _ in range(2000):
         raw = chance.randbytes(protocol.HEADER_BYTES)
         for data in (raw, struct.pack("<I", protocol.DATA_MAGIC) + raw[4:]):
-            try:
+            with contextlib.suppress(ProtocolViolation):
                 protocol.decode_header(data)
-            except ProtocolViolation:
-                pass
         for decode in (protocol.decode_request, protocol.decode_reply):
-            try:
+            with contextlib.suppress(ProtocolViolation):
                 decode(chance.randbytes(chance.randrange(40)))
-            except ProtocolViolation:
-                pass

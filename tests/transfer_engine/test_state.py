@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -10,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.common.errors import ConfigError, InvalidHandle, NotRegistered, Overloaded, RegionOverlap, TransferTimeout
-from transfer_engine import EngineConfig, Opcode, SegmentHandle, TransferEngine, TransferError, TransferRequest, TransferState
+from transfer_engine import (
+    EngineConfig,
+    Opcode,
+    SegmentHandle,
+    TransferEngine,
+    TransferError,
+    TransferRequest,
+    TransferState,
+)
 from transfer_engine.batch import Batch, Submission
 from transfer_engine.handles import HandleTable
 from transfer_engine.memory import Region, RegionTable
@@ -75,7 +84,9 @@ _range = st.tuples(st.integers(1, 60), st.integers(1, 12))
 
 @given(st.lists(st.tuples(st.booleans(), _range), max_size=40), st.lists(_range, min_size=1, max_size=5))
 @settings(max_examples=200)
-def test_regions_against_a_set_of_bytes(steps: list[tuple[bool, tuple[int, int]]], ranges: list[tuple[int, int]]) -> None:
+def test_regions_against_a_set_of_bytes(
+    steps: list[tuple[bool, tuple[int, int]]], ranges: list[tuple[int, int]]
+) -> None:
     table = RegionTable()
     model: dict[tuple[int, int], int] = {}
     for add, (address, length) in steps:
@@ -176,7 +187,7 @@ def test_cut_covers_all_within_the_limits(requests: list[tuple[int, int, int]], 
     lengths = _columns(requests).length
     bounds = cut(lengths, size, pieces)
     assert bounds[0] == 0 and bounds[-1] == len(lengths) and bounds == sorted(set(bounds))
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in itertools.pairwise(bounds):
         assert high - low <= pieces and (high - low == 1 or int(lengths[low:high].sum()) <= size)
 
 
@@ -200,7 +211,11 @@ def test_coalesce_joins_only_neighbours(parts: list[tuple[bool, int]]) -> None:
 
 def test_requests_are_grouped_by_target_and_direction() -> None:
     a, b = SegmentHandle(1), SegmentHandle(2)
-    mixed = [TransferRequest(Opcode.READ, 1, a, 2, 3), TransferRequest(Opcode.WRITE, 4, a, 5, 6), TransferRequest(Opcode.READ, 7, b, 1 << 63, 9)]
+    mixed = [
+        TransferRequest(Opcode.READ, 1, a, 2, 3),
+        TransferRequest(Opcode.WRITE, 4, a, 5, 6),
+        TransferRequest(Opcode.READ, 7, b, 1 << 63, 9),
+    ]
     parts, lengths = parse(mixed)
     assert lengths.tolist() == [3, 6, 9]
     assert [(t, o, c.index.tolist(), c.remote.tolist()) for t, o, c in parts] == [
@@ -208,7 +223,9 @@ def test_requests_are_grouped_by_target_and_direction() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", [(-1, 1, 1), (1, -1, 1), (1, 1, -1), (1 << 64, 1, 1), (1, 1.5, 1), ("x", 1, 1), (1, None, 1)])
+@pytest.mark.parametrize(
+    "bad", [(-1, 1, 1), (1, -1, 1), (1, 1, -1), (1 << 64, 1, 1), (1, 1.5, 1), ("x", 1, 1), (1, None, 1)]
+)
 def test_malformed_numbers_are_value_errors(bad: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError):
         parse([TransferRequest(Opcode.READ, bad[0], SegmentHandle(1), bad[1], bad[2])])
@@ -233,13 +250,23 @@ class _Effects:
         self.log.append(submission.state.value)
 
 
-@given(st.lists(st.sampled_from(["start", "finish", "fail", "return", "abort", "notified", "open"]), max_size=40), st.booleans())
+@given(
+    st.lists(st.sampled_from(["start", "finish", "fail", "return", "abort", "notified", "open"]), max_size=40),
+    st.booleans(),
+)
 def test_a_submission_settles_once_and_only_when_quiet(steps: list[str], notify: bool) -> None:
     effects = _Effects()
     batch = Batch(4)
     lengths = np.full(4, 10, np.uint64)
     submission = Submission(
-        batch, lengths, deadline=0.0, group=0, priority=0, notify=b"n" if notify else None, peers=frozenset(), effects=effects
+        batch,
+        lengths,
+        deadline=0.0,
+        group=0,
+        priority=0,
+        notify=b"n" if notify else None,
+        peers=frozenset(),
+        effects=effects,
     )
     batch.admit(submission)
     running, waiting, opened = 0, 4, False
@@ -340,7 +367,10 @@ def test_batches_are_bounded() -> None:
 
 
 def test_ipv6_and_two_engines_of_one_process() -> None:
-    with TransferEngine(EngineConfig(host="::1")) as one, TransferEngine(EngineConfig(host="::1", transports=("tcp",))) as other:
+    with (
+        TransferEngine(EngineConfig(host="::1")) as one,
+        TransferEngine(EngineConfig(host="::1", transports=("tcp",))) as other,
+    ):
         assert one.address.startswith("[::1]:")
         target, source = np.zeros(100000, np.uint8), np.full(100000, 7, np.uint8)
         base, at = one.register_buffer(target), other.register_buffer(source)
@@ -367,7 +397,9 @@ def test_more_urgent_work_overtakes(engine: TransferEngine) -> None:
     segment = engine.open_segment(engine.address)
     half = 32 << 20
     slow, fast = engine.allocate_batch_id(64), engine.allocate_batch_id(1)
-    engine.submit_transfer(slow, [TransferRequest(Opcode.WRITE, at, segment, at + half, half)] * 64, deadline_s=60.0, priority=-1)
+    engine.submit_transfer(
+        slow, [TransferRequest(Opcode.WRITE, at, segment, at + half, half)] * 64, deadline_s=60.0, priority=-1
+    )
     engine.submit_transfer(fast, [TransferRequest(Opcode.WRITE, at, segment, at + half, 100)], deadline_s=60.0)
     assert engine.wait(fast, 10.0).ok
     assert engine.get_batch_status(slow).state is TransferState.RUNNING

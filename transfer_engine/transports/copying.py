@@ -20,6 +20,9 @@ from transfer_engine.segment import Session
 from transfer_engine.slices import slice_size
 from transfer_engine.transports.base import Host
 
+INLINE_BYTES = 64 << 10
+"""A job up to this size is copied by the submitting thread: waking another would take longer."""
+
 
 class CopyTransport:
     """One lane for all peers."""
@@ -44,17 +47,24 @@ class CopyTransport:
         if not self.reaches(session) or not session.regions_known:
             return None, job
         rows, regions = session.regions.rows(job.columns.remote, job.columns.length)
-        good = np.array([self.usable(session, region) for region in regions] + [False])[rows]
-        if good.all():
+        touched = set(rows.tolist())
+        usable = {row for row in touched if row >= 0 and self.usable(session, regions[row])}
+        if usable == touched:
             return job, None
-        if not good.any():
+        if not usable:
             return None, job
+        good = np.isin(rows, list(usable))
         return job.part(job.columns.take(good)), job.part(job.columns.take(~good))
 
     def submit(self, job: Job) -> None:
         config = self.engine.config
         size = slice_size(job.n_bytes, config.copy_threads, config.slice_min_bytes, config.slice_bytes)
-        if not self.lane.push(job, job.cut(size, MAX_IOV)):
+        slices = job.cut(size, MAX_IOV)
+        if slices == 1 and job.n_bytes <= INLINE_BYTES and self.lane.idle:
+            piece = job.take()
+            if piece is not None:
+                self._move(piece)
+        elif not self.lane.push(job, slices):
             job.submission.abort_closed()
 
     def _work(self, lane: Lane) -> None:
@@ -94,12 +104,14 @@ class CopyTransport:
         match error.errno:
             case errno.EPERM | errno.ENOSYS:
                 session.cross_copy_ok = False
-                self.engine.reroute(piece.job.part(piece.columns), self)  # type: ignore[arg-type]
+                self.engine.reroute(piece.job.part(piece.columns), self)
                 submission.return_slice()
             case errno.ESRCH:
                 submission.fail_slice(PeerUnavailable(f"{session.address}: the process has ended"))
             case errno.EFAULT:
-                submission.fail_slice(NotRegistered(f"{session.address}: registered memory is not mapped any more (either side)"))
+                submission.fail_slice(
+                    NotRegistered(f"{session.address}: registered memory is not mapped any more (either side)")
+                )
             case _:
                 submission.fail_slice(TransferError(f"{self.name}: {error}"))
 

@@ -46,9 +46,9 @@ class ShmTransport(CopyTransport):
     def _copy(self, piece: Slice, session: Session, hold: Hold) -> None:
         local, remote, length = piece.columns.local, piece.columns.remote, piece.columns.length
         write = piece.job.opcode is Opcode.WRITE
-        deltas = [region.backing.delta if isinstance(region.backing, Mapping) else None for region in hold.regions]
-        if None not in deltas:
-            here = remote + (np.uint64(deltas[0]) if len(deltas) == 1 else _per_row(hold))
+        mappings = [region.backing for region in hold.regions if isinstance(region.backing, Mapping)]
+        if len(mappings) == len(hold.regions):
+            here = remote + (np.uint64(mappings[0].delta) if len(mappings) == 1 else _per_row(hold))
             local, here, length = coalesce(local, here, length)
             return sysio.copy(here, local, length) if write else sysio.copy(local, here, length)
         # Mixed slices take the way that serves both kinds of region.

@@ -68,9 +68,11 @@ class Vector:
         self.iov = np.empty((len(address), 2), np.uint64)
         self.iov[:, 0] = address
         self.iov[:, 1] = length
-        self.left = int(length.sum())
+        self.left = int(length.sum()) if len(length) > 1 else int(length[0])
         self.row = 0
         self._keep = keep
+        self._first = (0, 0)
+        self._iov_at = self.iov.ctypes.data
         self._head = _MsgHdr()
         self._head_at = ctypes.addressof(self._head)
 
@@ -79,7 +81,15 @@ class Vector:
         """One range over a writable Python buffer."""
         array = np.frombuffer(buffer, np.uint8) if not isinstance(buffer, np.ndarray) else buffer
         size = array.nbytes if length is None else length
-        return cls(np.array([array.ctypes.data], np.uint64), np.array([size], np.uint64), array)
+        made = cls(np.array([array.ctypes.data], np.uint64), np.array([size], np.uint64), array)
+        made._first = (array.ctypes.data, size)
+        return made
+
+    def again(self) -> Vector:
+        """Ready for the same buffer once more (vectors made by `of` only)."""
+        self.iov[0, 0], self.iov[0, 1] = self._first
+        self.left, self.row = self._first[1], 0
+        return self
 
     def advance(self, count: int) -> None:
         self.left -= count
@@ -95,9 +105,12 @@ class Vector:
         self.iov[self.row, 1] -= np.uint64(over)
 
     def _message(self) -> int:
-        self._head.iov = self.iov.ctypes.data + 16 * self.row
+        self._head.iov = self._iov_at + 16 * self.row
         self._head.iov_count = min(len(self.iov) - self.row, MAX_IOV)
         return self._head_at
+
+
+Call = Callable[[int, Vector, Callable[[], None]], None]
 
 
 def send(sock_fd: int, vector: Vector, check: Callable[[], None]) -> None:

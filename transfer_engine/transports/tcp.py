@@ -22,6 +22,7 @@ from transfer_engine.transports.tcp_stream import GiveUp, Outstanding, Stalled, 
 from transfer_engine.types import Opcode, TransferState
 
 WINDOW = 3
+INLINE_BYTES = 256 << 10
 MAX_PIECES = 1000
 _CONFIRM_S = 0.25
 
@@ -36,6 +37,8 @@ class TcpTransport:
         self._lock = threading.Lock()
         self._lanes: dict[Session, Lane] = {}
         self._streams: set[TcpStream] = set()
+        self._inline: dict[Session, _Worker] = {}
+        self._inline_busy: set[Session] = set()
         self._closed = False
 
     def claim(self, job: Job, session: Session) -> tuple[Job | None, Job | None]:
@@ -46,8 +49,33 @@ class TcpTransport:
         size = slice_size(job.n_bytes, config.streams_per_peer, config.slice_min_bytes, config.slice_bytes)
         session = job.session
         assert isinstance(session, Session)
-        if not self._lane(session).push(job, job.cut(size, MAX_PIECES)):
+        lane, slices = self._lane(session), job.cut(size, MAX_PIECES)
+        if slices == 1 and job.n_bytes <= INLINE_BYTES and lane.idle and self._move_here(job, session, lane):
+            return
+        if not lane.push(job, slices):
             job.submission.abort_closed()
+
+    def _move_here(self, job: Job, session: Session, lane: Lane) -> bool:
+        """Move a small job on the submitting thread, if that thread is going to wait for it anyway."""
+        if job.submission.inline_thread != threading.get_ident():
+            return False
+        with self._lock:
+            worker = self._inline.pop(session, None)
+            if worker is None and session in self._inline_busy:
+                return False
+            self._inline_busy.add(session)
+        worker = worker or _Worker(self, session, lane)
+        try:
+            worker.one(job)
+        finally:
+            with self._lock:
+                self._inline_busy.discard(session)
+                if worker.stream is not None and not self._closed and self._lanes.get(session) is lane:
+                    self._inline[session] = worker
+                    worker = None
+            if worker is not None:
+                worker.drop()
+        return True
 
     def _lane(self, session: Session) -> Lane:
         with self._lock:
@@ -64,8 +92,11 @@ class TcpTransport:
         """The session is closed and idle: let its threads end."""
         with self._lock:
             lane = self._lanes.pop(session, None)
+            worker = self._inline.pop(session, None)
         if lane is not None:
             lane.close()
+        if worker is not None:
+            worker.drop()
 
     def peer_down(self, session: Session, error: MooncakeError) -> None:
         with self._lock:
@@ -92,11 +123,19 @@ class TcpTransport:
         with self._lock:
             self._closed = True
             lanes, streams = list(self._lanes.values()), list(self._streams)
+            inline, self._inline = list(self._inline.values()), {}
         for lane in lanes:
             lane.close()
         for stream in streams:
             stream.stop()
-        return all([lane.join(deadline) for lane in lanes])
+        for worker in inline:
+            worker.drop()
+        quiet = True
+        for lane in lanes:
+            quiet &= lane.join(deadline)
+        while self._inline_busy and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return quiet and not self._inline_busy
 
 
 class _Worker:
@@ -109,6 +148,20 @@ class _Worker:
         self.lane = lane
         self.stream: TcpStream | None = None
 
+    def one(self, job: Job) -> None:
+        """Move a job of a single slice and return when it is done, failed, or given to the lane to be tried again."""
+        piece = job.take()
+        if piece is None:
+            return
+        try:
+            self._step(piece)
+            if self.stream is not None and self.stream.window:
+                self._step(None)
+        except BaseException as error:
+            self.drop()
+            job.submission.fail_slice(TransferError(f"tcp: interrupted by {error!r}"), quiesced=False)
+            raise
+
     def run(self) -> None:
         held: Slice | None = None
         try:
@@ -120,7 +173,12 @@ class _Worker:
                     piece = self.lane.take(0 if busy else self.engine.config.idle_timeout_s)
                 if piece is None and not busy:
                     return
-                if piece is not None and busy and stream is not None and stream.window[0].piece.job.opcode != piece.job.opcode:
+                if (
+                    piece is not None
+                    and busy
+                    and stream is not None
+                    and stream.window[0].piece.job.opcode != piece.job.opcode
+                ):
                     held, piece = piece, None
                 self._step(piece)
         except BaseException as error:  # a bug must not leave submissions without an end
@@ -128,7 +186,7 @@ class _Worker:
                 lost.job.submission.fail_slice(TransferError(f"tcp: {error!r}"), quiesced=False)
             raise
         finally:
-            self._drop()
+            self.drop()
 
     def _step(self, piece: Slice | None) -> None:
         """Send a slice, or take the oldest answer."""
@@ -197,7 +255,7 @@ class _Worker:
         assert stream is not None
         frames = list(stream.window)
         stream.window.clear()
-        self._drop()
+        self.drop()
         wrote = any(frame.piece.job.opcode is Opcode.WRITE for frame in frames)
         quiet = not wrote or self._confirm(stream.stream_id)
         for frame in frames:
@@ -210,7 +268,12 @@ class _Worker:
         piece.attempts += 1
         if submission.doomed:
             submission.return_slice(quiesced=quiet)
-        elif problem is not None or not quiet or piece.attempts > self.engine.config.max_retries or isinstance(error, ProtocolViolation):
+        elif (
+            problem is not None
+            or not quiet
+            or piece.attempts > self.engine.config.max_retries
+            or isinstance(error, ProtocolViolation)
+        ):
             submission.fail_slice(problem or error, quiesced=quiet)
         else:
             self.engine.counters.add(tcp_retries=1)
@@ -231,7 +294,7 @@ class _Worker:
             return self.session.record.process_ended()
         return True
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         if self.stream is not None:
             self.transport.dropped(self.stream)
             self.stream.close()

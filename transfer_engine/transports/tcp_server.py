@@ -7,15 +7,18 @@ so that the connection stays usable; what it cannot parse ends the connection, n
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
 import time
+from typing import Protocol
 
 import numpy as np
 
 from mooncake.common.errors import MooncakeError, ProtocolViolation, TransferCancelled
 from transfer_engine import protocol
+from transfer_engine.config import EngineConfig
 from transfer_engine.fence import FenceTable, Key
 from transfer_engine.memory import RegionTable
 from transfer_engine.protocol import FrameHeader
@@ -26,6 +29,15 @@ from transfer_engine.transports.base import Stats
 _SCRATCH_BYTES = 1 << 20
 
 
+class Target(Protocol):
+    """What serving needs of the engine."""
+
+    config: EngineConfig
+    memory: RegionTable
+    incoming: FenceTable
+    counters: Stats
+
+
 class _Fenced(Exception):
     pass
 
@@ -33,18 +45,15 @@ class _Fenced(Exception):
 class ServedStream:
     """`run` serves until the connection ends; `stop` ends it from another thread."""
 
-    def __init__(
-        self, sock: socket.socket, peer: str, regions: RegionTable, fences: FenceTable, counters: Stats, *,
-        buffer_bytes: int, stall_timeout_s: float,
-    ) -> None:  # fmt: skip
-        sysio.tune(sock, buffer_bytes)
+    def __init__(self, sock: socket.socket, peer: str, engine: Target) -> None:
+        sysio.tune(sock, engine.config.socket_buffer_bytes)
         self._sock = sock
         self._fd = sock.fileno()
         self._peer = peer
-        self._regions = regions
-        self._fences = fences
-        self._counters = counters
-        self._stall_timeout_s = stall_timeout_s
+        self._regions = engine.memory
+        self._fences = engine.incoming
+        self._counters = engine.counters
+        self._stall_timeout_s = engine.config.stall_timeout_s
         self._ended = threading.Event()
         self._stopping = False
         self._key: Key = (peer, 0)
@@ -54,20 +63,19 @@ class ServedStream:
 
     def stop(self, timeout_s: float) -> bool:
         self._stopping = True
-        try:
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         return self._ended.wait(timeout_s)
 
     def run(self) -> None:
         idle = select.poll()
         idle.register(self._fd, select.POLLIN)
         head = bytearray(protocol.HEADER_BYTES)
+        whole_head = sysio.Vector.of(head)
         try:
             while not self._stopping:
                 idle.poll()
-                self._run(sysio.Vector.of(head), sysio.receive)
+                self._run(whole_head.again(), sysio.receive)
                 header = protocol.decode_header(head)
                 if header.kind not in (protocol.WRITE, protocol.READ):
                     raise ProtocolViolation("an initiator sent an answer frame")
@@ -127,7 +135,9 @@ class ServedStream:
         try:
             hold = self._regions.hold(table[:, 0], table[:, 1], remote=True)
         except MooncakeError as error:
-            return self._answer(FrameHeader(protocol.DATA, protocol.error_code(error), 0, header.frame_id, header.group, 0))
+            return self._answer(
+                FrameHeader(protocol.DATA, protocol.error_code(error), 0, header.frame_id, header.group, 0)
+            )
         try:
             head = bytearray(FrameHeader(protocol.DATA, 0, 0, header.frame_id, header.group, header.total).encode())
             array = np.frombuffer(head, np.uint8)
@@ -148,9 +158,9 @@ class ServedStream:
             self._run(sysio.Vector.of(scratch, part), sysio.receive)
             count -= part
 
-    def _run(self, vector: sysio.Vector, call: object) -> None:
+    def _run(self, vector: sysio.Vector, call: sysio.Call) -> None:
         self._vector, self._left, self._moved_at = vector, vector.left, time.monotonic()
-        call(self._fd, vector, self._check)  # type: ignore[operator]
+        call(self._fd, vector, self._check)
 
     def _check(self) -> None:
         now = time.monotonic()

@@ -6,6 +6,7 @@ Payload goes from and to registered memory directly: one gathering sendmsg per f
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections import deque
@@ -49,6 +50,7 @@ class TcpStream:
         self._stall_timeout_s = stall_timeout_s
         self._next_id = 1
         self._answer = bytearray(protocol.HEADER_BYTES)
+        self._whole_answer = sysio.Vector.of(self._answer)
         self._vector: sysio.Vector | None = None
         self._left = -1
         self._moved_at = 0.0
@@ -58,10 +60,16 @@ class TcpStream:
         columns, write = piece.columns, piece.job.opcode is Opcode.WRITE
         address, length = coalesce_one(columns.remote, columns.length)
         header = FrameHeader(
-            protocol.WRITE if write else protocol.READ, 0, len(address), self._next_id, piece.job.submission.group, piece.n_bytes
+            protocol.WRITE if write else protocol.READ,
+            0,
+            len(address),
+            self._next_id,
+            piece.job.submission.group,
+            piece.n_bytes,
         )
-        table = np.column_stack((address, length)).astype("<u8", copy=False).tobytes()
-        head = bytearray(header.encode() + table)
+        table = np.empty((len(address), 2), "<u8")
+        table[:, 0], table[:, 1] = address, length
+        head = bytearray(header.encode() + table.tobytes())
         self.window.append(Outstanding(self._next_id, piece, time.perf_counter()))
         self._next_id += 1
         array = np.frombuffer(head, np.uint8)
@@ -73,21 +81,25 @@ class TcpStream:
 
     def receive(self) -> tuple[Outstanding, MooncakeError | None]:
         """The oldest frame's answer; READ data lands in local memory. Raises like `send`, and ProtocolViolation."""
-        self._run(sysio.Vector.of(self._answer), sysio.receive)
+        self._run(self._whole_answer.again(), sysio.receive)
         answer = protocol.decode_header(self._answer)
         frame = self.window[0]
         write = frame.piece.job.opcode is Opcode.WRITE
         expected = 0 if write or answer.status else frame.piece.n_bytes
-        if answer.kind != (protocol.ACK if write else protocol.DATA) or answer.frame_id != frame.frame_id or answer.total != expected:
+        if (
+            answer.kind != (protocol.ACK if write else protocol.DATA)
+            or answer.frame_id != frame.frame_id
+            or answer.total != expected
+        ):
             raise ProtocolViolation("an answer does not belong to the oldest frame")
         if expected:
             self._run(sysio.Vector(*coalesce_one(frame.piece.columns.local, frame.piece.columns.length)), sysio.receive)
         self.window.popleft()
         return frame, protocol.error_from(answer.status, "refused by the target") if answer.status else None
 
-    def _run(self, vector: sysio.Vector, call: object) -> None:
+    def _run(self, vector: sysio.Vector, call: sysio.Call) -> None:
         self._vector, self._left, self._moved_at = vector, vector.left, time.monotonic()
-        call(self._fd, vector, self._check)  # type: ignore[operator]
+        call(self._fd, vector, self._check)
 
     def _check(self) -> None:
         now = time.monotonic()
@@ -102,10 +114,8 @@ class TcpStream:
     def stop(self) -> None:
         """From any thread: make the owner give up."""
         self.closing = True
-        try:
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
     def close(self) -> None:
         """By the owner only (a closed descriptor could be reused under a running call)."""

@@ -1,0 +1,79 @@
+"""Registering and unregistering memory, and shared buffers.
+
+Knows: the region table together with what peers with direct access hold of it. Does not know: transfers.
+Paper 3.2, registerLocalMemory and unregisterLocalMemory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from transfer_engine.control import Control
+from transfer_engine.memory import Region, RegionTable
+from transfer_engine.shared_buffer import SharedBuffer
+from transfer_engine.transports import sysio
+
+
+class Registration:
+    """Errors are those of `TransferEngine`'s methods of the same names."""
+
+    def __init__(self, table: RegionTable, control: Control) -> None:
+        self._table = table
+        self._control = control
+        self._lock = threading.Lock()
+        self._buffers: set[SharedBuffer] = set()
+        self._closed = False
+
+    def register(self, address: int, length: int, owner: object, location: str, remote_access: bool) -> None:
+        if length > 0 and address > 0 and address + length < 1 << 64 and not sysio.is_mapped(address, length):
+            raise ValueError(f"[{address:#x}, +{length}) is not mapped memory of this process")
+        self._table.add(Region(address, length, remote_access, location, owner))
+
+    def unregister(self, address: int, timeout_s: float) -> None:
+        region = self._table.drop_reference(address)
+        if region is None:
+            return
+        deadline = time.monotonic() + timeout_s
+        if region.remote_access and not self._closed:
+            self._control.revoke(region.address, region.length, timeout_s)
+        self._table.wait_unused(region, max(0.0, deadline - time.monotonic()))
+        self._table.remove(region)
+
+    def allocate_shared(self, length: int, name: str) -> SharedBuffer:
+        buffer = SharedBuffer(length, name, self._release_shared)
+        self._table.add(Region(buffer.address, length, backing=buffer.info))
+        with self._lock:
+            self._buffers.add(buffer)
+        return buffer
+
+    def _release_shared(self, buffer: SharedBuffer) -> None:
+        if not self._closed:
+            self.unregister(buffer.address, 5.0)
+        with self._lock:
+            self._buffers.discard(buffer)
+
+    def close(self) -> None:
+        """Give everything back; peers were told before."""
+        self._closed = True
+        for buffer in list(self._buffers):
+            buffer.close()
+        self._table.clear()
+
+
+def extent(buffer: Any) -> tuple[int, int]:
+    """(address, bytes) of a writable contiguous buffer, numpy array or torch tensor. Raises ValueError."""
+    if hasattr(buffer, "data_ptr"):
+        if not buffer.is_contiguous():
+            raise ValueError("a tensor must be contiguous to be registered")
+        return buffer.data_ptr(), buffer.numel() * buffer.element_size()
+    try:
+        view = memoryview(buffer)
+    except TypeError as error:
+        raise ValueError(f"{type(buffer).__name__} is not a buffer") from error
+    if view.readonly or not view.c_contiguous:
+        raise ValueError("a buffer must be writable and contiguous to be registered")
+    return np.frombuffer(view, np.uint8).ctypes.data, view.nbytes
