@@ -16,8 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from mooncake.vllm import host_link
-
-FINGERPRINT = "stub-fingerprint"
+from tests.worker_host.stub_connector_name import FINGERPRINT
 
 
 class Nothing(KVConnectorMetadata):
