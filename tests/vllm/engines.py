@@ -59,7 +59,7 @@ class Engine:
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(self._argv, env=env, stdout=out, stderr=out, start_new_session=True)
 
-    def wait_healthy(self, timeout_s: float = 240.0) -> None:
+    def wait_healthy(self, timeout_s: float = 600.0) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             assert self.process is not None
