@@ -145,7 +145,11 @@ def test_traces_are_bounded_ordered_and_sent_once() -> None:
     book.finish("t")
     book.finish("t")
     assert [event["event"] for event in sent[0].events] == ["early", "late"]
-    assert len(sent) == 1
+    book.add("t", "after the end")
+    assert len(sent) == 2
+    for i in range(5000):
+        book.add(f"u{i}", "never finished")
+    assert len(book._open) <= 1024
 
 
 # --- configuration and legs ---

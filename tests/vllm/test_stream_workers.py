@@ -67,6 +67,16 @@ def test_a_prefill_that_is_over_serves_late_consumers_and_only_those_it_was_prom
     until(lambda: "r3" in consumer.reports().failed)
 
 
+def test_one_worker_can_be_both() -> None:
+    worker = HalfEngine("b", seed=1)
+    worker.load(worker, "t", "r", TARGET)
+    worker.compute(StepPlan(chunks=[chunk("t", SOURCE, 3, last=True, begins=True)]))
+    end(worker, "t")
+    until(lambda: worker.reports().received and worker.reports().sent)
+    assert same(worker, worker, TARGET, SOURCE)
+    worker.close()
+
+
 def test_another_prompt_is_refused_and_recomputed(pair: tuple[HalfEngine, HalfEngine]) -> None:
     producer, consumer = pair
     before = [array.copy() for array in consumer.kv]
