@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ class Attempt:
         self._wires = wires
         self._call = call
         self._request_id = request_id
-        self._left_s = left_s
+        self._deadline_s = time.monotonic() + left_s
         self._closed = False
         self.workers = [self.decode_worker, *([self.prefill_worker] if self.prefill_worker else [])]
         self._forget: list[Callable[[], None]] = []
@@ -86,11 +87,15 @@ class Attempt:
             "transfer_id": self.transfer_id,
             "request_id": self._request_id,
             "fan_out": self._call.n,
-            "deadline_s": round(self._left_s, 3),
+            "deadline_s": self._left_s(),
             "digest": prompt.digest,
             "prompt_tokens": prompt.prompt_tokens,
             "pool_prefix_tokens": self.placed.pool_prefix_tokens,
         }
+
+    def _left_s(self) -> float:
+        """Of the request's deadline, for a leg that is sent now; never 0, which would mean the engine's default."""
+        return max(0.001, round(self._deadline_s - time.monotonic(), 3))
 
     async def open(self) -> DecodeLeg:
         """Raises LegFailed, EngineRejected."""
@@ -123,11 +128,12 @@ class Attempt:
         body = self._call.body
         if self._params is not None:
             assert self.prefill_worker is not None
-            peer = {
+            now = {
+                "deadline_s": self._left_s(),  # the prefill leg may have queued for long
                 "peer_address": self.prefill_worker.transfer_address,
                 "peer_instance_id": self.prefill_worker.transfer_instance_id,
             }
-            body = body | {"kv_transfer_params": {"mooncake": {"leg": "decode", **self._params, **peer}}}
+            body = body | {"kv_transfer_params": {"mooncake": {"leg": "decode", **self._params, **now}}}
         headers = engine_headers(self._wires.cluster_token) | {"X-Request-Id": self._request_id}
         return DecodeLeg(
             self._wires.session,

@@ -40,6 +40,8 @@ class Wish:
     max_output_tokens: int = 0
     ttft_slo_s: float = 0.0
     tbt_slo_s: float = 0.0
+    arrived_s: float | None = None
+    """Monotonic time at which the request came; what has passed since counts against its TTFT objective."""
     priority: int = 0
     single_worker: bool = False
     pin_prefill: str = ""
@@ -226,4 +228,5 @@ def _message(wish: Wish, exclude: frozenset[str]) -> pb.PlaceRequest:
         pin_decode=wish.pin_decode,
         priority=wish.priority,
         single_worker=wish.single_worker,
+        elapsed_s=max(0.0, time.monotonic() - wish.arrived_s) if wish.arrived_s is not None else 0.0,
     )

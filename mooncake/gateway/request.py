@@ -178,6 +178,7 @@ class RequestLife:
             max_output_tokens=call.max_output_tokens,
             ttft_slo_s=asked.ttft_slo_s,
             tbt_slo_s=asked.tbt_slo_s,
+            arrived_s=self._account.arrived_s,
             priority=call.priority,
             single_worker=prompt is None or call.single_worker_reason is not None,
             pin_prefill=asked.pin_prefill,

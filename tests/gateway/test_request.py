@@ -51,9 +51,9 @@ async def test_two_legs(bed: Bed) -> None:
     assert params["prompt_tokens"] == 100
     assert params["pool_prefix_tokens"] == 64
     assert params["fan_out"] == 1
-    assert 0 < params["deadline_s"] <= 20
     (decode,) = bed.decodes[0].decodes
     theirs = decode["kv_transfer_params"]["mooncake"]
+    assert 0 < theirs.pop("deadline_s") <= params.pop("deadline_s") <= 20
     assert theirs == params | {"leg": "decode", "peer_address": "127.0.0.1:9009", "peer_instance_id": "te-prefill-0"}
     assert decode["top_k"] == 5 and decode["unknown_extra"] == {"a": 1}
     assert bed.decodes[0].headers[0]["Authorization"] == "Bearer " + derive_key(TOKEN, "engine")
@@ -144,6 +144,11 @@ async def test_decoding_leg_waits_for_the_start(bed: Bed) -> None:
     assert not bed.decodes[0].decodes
     bed.prefills[0].resume.set()
     assert (await call).status_code == 200
+    prefill, decode = (
+        leg["kv_transfer_params"]["mooncake"]["deadline_s"]
+        for leg in (bed.prefills[0].prefills[0], bed.decodes[0].decodes[0])
+    )
+    assert 0 < decode <= prefill - 0.1  # the time in the queue is gone
 
 
 async def test_fifty_with_the_same_client_id(bed: Bed) -> None:
@@ -169,6 +174,19 @@ async def test_slos_and_priority_reach_the_conductor(bed: Bed) -> None:
     await bed.completion(priority=-3, headers={"x-mooncake-ttft-slo-ms": "1500", "x-mooncake-tbt-slo-ms": "50"})
     asked = bed.conductor.asked[0]
     assert (asked.priority, asked.ttft_slo_s, asked.tbt_slo_s) == (-3, 1.5, 0.05)
+    assert 0 < asked.elapsed_s < 10
+
+
+async def test_a_retry_tells_the_conductor_how_old_the_request_is(bed: Bed) -> None:
+    bed.decodes[0].decode_faults = ["status500"]
+    bed.prefills[0].prefill_faults = ["queued"]
+    call = asyncio.create_task(bed.completion())
+    await eventually("the prefill leg", lambda: bed.prefills[0].running["prefill"])
+    await asyncio.sleep(0.1)
+    bed.prefills[0].resume.set()
+    assert (await call).status_code == 200
+    first, second = (asked.elapsed_s for asked in bed.conductor.asked)
+    assert second > first + 0.1
 
 
 async def test_forged_transfer_params_are_stripped(bed: Bed) -> None:
