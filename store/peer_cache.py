@@ -54,6 +54,7 @@ class PeerCache:
         self._handles: OrderedDict[str, SegmentHandle] = OrderedDict()
         self._stubs: OrderedDict[str, tuple[grpc.Channel, store_pb2_grpc.StoreNodeStub]] = OrderedDict()
         self._dead: dict[str, float] = {}
+        self._closed = False
 
     def open(self, replica: pb.Replica, deadline: float) -> SegmentHandle:
         """The open segment of the replica's node. Raises PeerUnavailable (also for another life of the node)."""
@@ -92,11 +93,13 @@ class PeerCache:
         """Starts a call of a node's gRPC."""
         try:
             return NodeCall(getattr(self._stub(address), method).future(request, timeout=timeout_s))
-        except ValueError as error:  # grpc: the channel was closed by another thread
+        except ValueError as error:  # grpc says so too, when another thread has closed the channel
             return NodeCall(PeerUnavailable(str(error)))
 
     def _stub(self, address: str) -> store_pb2_grpc.StoreNodeStub:
         with self._lock:
+            if self._closed:
+                raise ValueError("the client is closed")
             if address not in self._stubs:
                 channel = sync_channel(address, self._token)
                 self._stubs[address] = (channel, store_pb2_grpc.StoreNodeStub(channel))
@@ -112,6 +115,7 @@ class PeerCache:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             handles, self._handles = list(self._handles.values()), OrderedDict()
             stubs, self._stubs = list(self._stubs.values()), OrderedDict()
         self._close_handles(handles)

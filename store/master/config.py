@@ -22,7 +22,7 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 5.0
     segment_timeout_s: Annotated[
         float, _help("a node that was not heard for so long is forgotten with its objects", ge=0.5, le=3600)
-    ] = 10.0
+    ] = 30.0
     suspect_s: Annotated[float, _help("a node that a client found dead is skipped at least so long", ge=0, le=600)] = (
         2.0
     )

@@ -9,6 +9,7 @@ from store.extents import GRANULE_BYTES as G
 from store.extents import Extent, total_bytes
 from store.master import messages as m
 from store.master.core import MasterCore
+from store.master.drop_log import DropLog
 
 SETTINGS = m.Settings(max_leases=8, max_puts=8)
 A, B, C, D = (bytes([n]) * 16 for n in range(1, 5))
@@ -310,3 +311,31 @@ def test_bounds() -> None:
     with pytest.raises(BadRequest):
         core.put_start(99, [B], [1, 2], writer="w")
     assert [s.code for s in core.put_start(99, [B], [0], writer="w").slots] == [m.INVALID]
+
+
+def test_drop_log_is_bounded() -> None:
+    log = DropLog("life", 3)
+    for version in range(5):
+        log.add(version, dropped=version != 3)
+    assert log.lost == 2 and 1 not in log and 2 in log
+    told = log.next(2)
+    assert (told.dropped, told.removed, told.sequence) == ([2], [3], 4)
+    log.ack(told.sequence)
+    log.ack(told.sequence)
+    assert log.next(9).dropped == [4] and len(log) == 1
+
+
+def test_what_is_removed_under_a_reader_keeps_its_place_with_a_new_master() -> None:
+    core = master(1)
+    version = put(core, 0, A).version
+    core.get_start(0, [A], 5.0)
+    assert core.remove(0, [A], force=True) == [0]
+    answer = core.heartbeat(0, "s0", "s0-life", 1)
+    assert (list(answer.dropped), list(answer.removed)) == ([], [version])
+    new = master(epoch=8)
+    mount(new, 1, "s0", 1, held=[m.Held(A, version, G, (Extent(BASE, G),), removed=True)])
+    assert has(new, 1, A) == [False]
+    assert put(new, 1, B).code == m.NO_SPACE
+    for now in range(2, 17):
+        beat(new, now, "s0")
+    assert put(new, 17, B).code == 0
