@@ -294,7 +294,7 @@ async def test_sigterm_drains_and_deregisters(folder: Path, cluster: Etcd) -> No
 def test_a_start_that_fails_says_why(folder: Path, cluster: Etcd) -> None:
     host = Host(folder, cluster, "prefill-3", extra_engine_args=["--no-such-option"])
     try:
-        assert host.process.wait(120) != 0
+        assert host.process.wait(300) != 0
         assert "FAILED vLLM ended with exit code 2" in host.log
         assert "--no-such-option" in host.log.rpartition("FAILED")[2]
     finally:
