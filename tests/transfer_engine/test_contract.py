@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -238,7 +239,8 @@ def test_freeing_a_running_batch_is_an_error(pair: Pair) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["local", "tcp"])
 def test_a_request_above_four_gib(transport: str) -> None:
-    available = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     length = (4 << 30) + 12345
     if available << 10 < 3 * length:
         pytest.skip(f"needs {3 * length >> 30} GiB of memory")

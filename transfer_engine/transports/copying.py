@@ -8,6 +8,7 @@ two slices cancels, deadlines and revocations are seen.
 from __future__ import annotations
 
 import errno
+import threading
 import time
 
 import numpy as np
@@ -22,6 +23,10 @@ from transfer_engine.transports.base import Host
 
 INLINE_BYTES = 64 << 10
 """A job up to this size is copied by the submitting thread: waking another would take longer."""
+
+
+INLINE_SYNC_BYTES = 1 << 20
+"""The same when the submitting thread is going to wait for the end anyway."""
 
 
 class CopyTransport:
@@ -58,13 +63,14 @@ class CopyTransport:
 
     def submit(self, job: Job) -> None:
         config = self.engine.config
-        size = slice_size(job.n_bytes, config.copy_threads, config.slice_min_bytes, config.slice_bytes)
-        slices = job.cut(size, MAX_IOV)
-        if slices == 1 and job.n_bytes <= INLINE_BYTES and self.lane.idle:
-            piece = job.take()
-            if piece is not None:
+        waits = job.submission.inline_thread == threading.get_ident()
+        if job.n_bytes <= (INLINE_SYNC_BYTES if waits else INLINE_BYTES) and self.lane.idle:
+            job.cut(config.slice_min_bytes, MAX_IOV)
+            while (piece := job.take()) is not None:
                 self._move(piece)
-        elif not self.lane.push(job, slices):
+            return
+        size = slice_size(job.n_bytes, config.copy_threads, config.slice_min_bytes, config.slice_bytes)
+        if not self.lane.push(job, job.cut(size, MAX_IOV)):
             job.submission.abort_closed()
 
     def _work(self, lane: Lane) -> None:

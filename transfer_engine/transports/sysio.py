@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from transfer_engine.config import MAX_IOV
 from transfer_engine.slices import U64
@@ -165,23 +166,35 @@ def cross_copy(pid: int, local: U64, remote: U64, length: U64, *, write: bool) -
 
 
 _memmove = ctypes.memmove
+_PAGE_MASK, _CACHE_LINE, _STRING_COPY_BYTES, _ZERO = np.uint64(4095), np.uint64(64), np.uint64(2048), np.uint8(0)
+"""memmove uses the processor's string copy, which on AMD Zen is 6 times slower where the target lies 1 to 63 bytes behind
+the source modulo the page size (a numpy array against a mapped page); a vector operation is not."""
 _self_copy = True
 
 
 def copy(target: U64, source: U64, length: U64) -> None:
     """Copy ranges within this process. Many small ranges go in one system call (a cross-process copy to ourselves), which
-    holds no GIL between them; few or large ones by memmove. Ranges that overlap each other must not be split."""
+    takes the GIL once; few or large ones by memmove."""
     global _self_copy
-    n_bytes = int(length.sum())
-    if _self_copy and len(length) > 8 and n_bytes < len(length) * _GATHER_BELOW_BYTES:
+    aliased = (target - source) & _PAGE_MASK
+    slow = (aliased > 0) & (aliased < _CACHE_LINE) & (length >= _STRING_COPY_BYTES)
+    if _self_copy and len(length) > 8 and not slow.any() and int(length.sum()) < len(length) * _GATHER_BELOW_BYTES:
         try:
             return cross_copy(os.getpid(), source, target, length, write=True)
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOSYS):
                 raise
             _self_copy = False
-    for to, of, count in zip(target.tolist(), source.tolist(), length.tolist(), strict=True):
-        _memmove(to, of, count)
+    rows = zip(target.tolist(), source.tolist(), length.tolist(), slow.tolist(), strict=True)
+    for to, of, count, vectors in rows:
+        if vectors:
+            np.bitwise_or(_bytes_at(of, count), _ZERO, out=_bytes_at(to, count))
+        else:
+            _memmove(to, of, count)
+
+
+def _bytes_at(address: int, count: int) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(memoryview((ctypes.c_char * count).from_address(address)), np.uint8)
 
 
 def read_memory(pid: int, address: int, count: int) -> bytes:

@@ -22,7 +22,8 @@ from transfer_engine.transports.tcp_stream import GiveUp, Outstanding, Stalled, 
 from transfer_engine.types import Opcode, TransferState
 
 WINDOW = 3
-INLINE_BYTES = 256 << 10
+INLINE_BYTES = 512 << 10
+"""A job up to this size is moved by the submitting thread if that is going to wait for it: two thread switches less."""
 MAX_PIECES = 1000
 _CONFIRM_S = 0.25
 
@@ -46,19 +47,20 @@ class TcpTransport:
 
     def submit(self, job: Job) -> None:
         config = self.engine.config
-        size = slice_size(job.n_bytes, config.streams_per_peer, config.slice_min_bytes, config.slice_bytes)
         session = job.session
         assert isinstance(session, Session)
-        lane, slices = self._lane(session), job.cut(size, MAX_PIECES)
-        if slices == 1 and job.n_bytes <= INLINE_BYTES and lane.idle and self._move_here(job, session, lane):
-            return
-        if not lane.push(job, slices):
+        lane = self._lane(session)
+        waits = job.submission.inline_thread == threading.get_ident()
+        if waits and job.n_bytes <= INLINE_BYTES and len(job.columns.length) <= MAX_PIECES and lane.idle:
+            job.cut(INLINE_BYTES, MAX_PIECES)
+            if self._move_here(job, session, lane):
+                return
+        size = slice_size(job.n_bytes, config.streams_per_peer, config.slice_min_bytes, config.slice_bytes)
+        if not lane.push(job, job.cut(size, MAX_PIECES)):
             job.submission.abort_closed()
 
     def _move_here(self, job: Job, session: Session, lane: Lane) -> bool:
-        """Move a small job on the submitting thread, if that thread is going to wait for it anyway."""
-        if job.submission.inline_thread != threading.get_ident():
-            return False
+        """Move a job of one slice on the submitting thread, which is going to wait for it anyway. False: not now."""
         with self._lock:
             worker = self._inline.pop(session, None)
             if worker is None and session in self._inline_busy:
@@ -157,9 +159,11 @@ class _Worker:
             self._step(piece)
             if self.stream is not None and self.stream.window:
                 self._step(None)
-        except BaseException as error:
+        except BaseException as error:  # KeyboardInterrupt, above all
+            unsettled = self.stream is None or any(frame.piece is piece for frame in self.stream.window)
             self.drop()
-            job.submission.fail_slice(TransferError(f"tcp: interrupted by {error!r}"), quiesced=False)
+            if unsettled:
+                job.submission.fail_slice(TransferError(f"tcp: interrupted by {error!r}"), quiesced=False)
             raise
 
     def run(self) -> None:
