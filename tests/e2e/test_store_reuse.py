@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 
 import httpx
+import pytest
 
 from deploy.testbed import PlainVLLM, Platform, sample, wait_for
 from tests.e2e.client import complete, prompt_tokens, random_prompt
 
+pytestmark = pytest.mark.timeout(400)
 PIN = "x-mooncake-prefill-instance"
 LENGTH = 5000
 STORE_BLOCK = 256
