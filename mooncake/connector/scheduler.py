@@ -64,7 +64,8 @@ class SchedulerHalf:
         # Looking up moves no bytes, so no transfer engine is needed.
         engine = cast(TransferEngine, None)
         name = f"{self._config.name}-scheduler"
-        self._lookup = StoreClient(engine, config.masters, token=self._config.cluster_token, name=name)
+        masters = config.masters or self._link.store_masters
+        self._lookup = StoreClient(engine, masters, token=self._config.cluster_token, name=name)
         self._space = KeySpace(
             model=self._config.served_model,
             fingerprint=identity.fingerprint,

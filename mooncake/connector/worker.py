@@ -46,7 +46,7 @@ class WorkerHalf:
         if (config := self._rt.config.store) is not None:
             client = StoreClient(
                 self._rt.engine,
-                config.masters,
+                config.masters or self._rt.link.store_masters,
                 token=self._rt.config.cluster_token,
                 name=f"{self._rt.config.name}-worker",
                 local_segment=config.local_segment,

@@ -23,7 +23,7 @@ from mooncake.common.proto import conductor_pb2, conductor_pb2_grpc
 from mooncake.common.registry import Registry
 from mooncake.common.rpc import aio_channel
 from mooncake.vllm.engine_load import DecodeInterval, EngineLoad
-from mooncake.vllm.host_link import PrefillFinished
+from mooncake.vllm.host_link import LoadSample, PrefillFinished
 from mooncake.vllm.kv_events import HeldBlocks
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True):
 
 
 class ConductorLink:
-    """Feed it with `set_load`, `prefill_finished`, `decoded` and `kv_changed`; `run` does the rest until cancelled."""
+    """Feed it with `set_load`, `prefill_finished`, `loaded`, `decoded` and `kv_changed`; `run` does the rest until cancelled."""
 
     def __init__(
         self, registry: Registry, token: str, who: WorkerIdentity, held: HeldBlocks, *, flush_s: float = 0.05
@@ -61,6 +61,7 @@ class ConductorLink:
         self._flush_s = flush_s
         self._load = EngineLoad()
         self._prefills: collections.deque[PrefillFinished] = collections.deque(maxlen=_MAX_SAMPLES)
+        self._pool_loads: collections.deque[LoadSample] = collections.deque(maxlen=_MAX_SAMPLES)
         self._decodes: collections.deque[DecodeInterval] = collections.deque(maxlen=_MAX_SAMPLES)
         self._draining = False
         self._told_draining = asyncio.Event()
@@ -77,6 +78,10 @@ class ConductorLink:
 
     def prefill_finished(self, sample: PrefillFinished) -> None:
         self._prefills.append(sample)
+        self._wake.set()
+
+    def loaded(self, sample: LoadSample) -> None:
+        self._pool_loads.append(sample)
         self._wake.set()
 
     def decoded(self, interval: DecodeInterval) -> None:
@@ -204,6 +209,9 @@ class ConductorLink:
             report.prefill_samples.add(
                 prompt_tokens=sample.prompt_tokens, cached_tokens=sample.cached_tokens, compute_s=sample.compute_s
             )
+        while self._pool_loads:
+            load = self._pool_loads.popleft()
+            report.load_samples.add(tokens=load.tokens, load_s=load.load_s)
         while self._decodes:
             interval = self._decodes.popleft()
             report.decode_samples.add(batch=interval.batch, kv_tokens=interval.kv_tokens, tbt_s=interval.tbt_s)

@@ -11,18 +11,21 @@ import msgspec
 
 from mooncake.common.errors import ConfigError
 
+MAX_SAVE_S = 30.0
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How this engine uses the store pool. Times in seconds."""
 
-    masters: list[str]
+    masters: list[str] = []
+    """Empty: those that the worker host tells (StoreMasters on the host link)."""
     local_segment: str = ""
     block_tokens: Annotated[int, msgspec.Meta(ge=1)] = 256
     lookup_deadline_s: Positive = 0.25
     load_deadline_s: Positive = 5.0
-    save_deadline_s: Positive = 30.0
+    save_deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_SAVE_S)] = 5.0
+    """Of one batch; also what a preemption may have to wait for."""
     min_load_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """No look-up when at most so many tokens could be gained; 0: one store block."""
     max_pending_saves: Annotated[int, msgspec.Meta(ge=1)] = 1024

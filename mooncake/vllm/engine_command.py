@@ -34,7 +34,6 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     port: int
     host_link: str
     kv_events: str
-    store_masters: tuple[str, ...]
 
 
 class EngineCommand(msgspec.Struct, frozen=True):
@@ -55,7 +54,7 @@ def served_model_name(config: WorkerConfig) -> str:
 def connector_config(cluster: ClusterConfig, config: WorkerConfig, who: EngineIdentity) -> dict[str, Any]:
     """`kv_connector_extra_config`, docs/protocol.md §7."""
     store = {
-        "masters": list(who.store_masters),
+        "masters": config.store_masters,
         "local_segment": config.store_local_segment,
         "block_tokens": config.store_block_tokens,
         "lookup_deadline_s": config.store_lookup_deadline_s,
@@ -73,7 +72,7 @@ def connector_config(cluster: ClusterConfig, config: WorkerConfig, who: EngineId
         "name": who.name,
         "instance_id": who.instance_id,
         "transfer": transfer,
-        "store": store if config.store and who.store_masters else None,
+        "store": store if config.store else None,
         "fingerprint_salt": config.fingerprint_salt,
         "served_model": who.served_model,
         "roles": list(who.roles),

@@ -1,7 +1,7 @@
 """From a configuration to a vLLM that serves: what it is told about the cluster, and the wait until it is up.
 
-Knows: the registry's store master, the health check, the connector's hellos. Does not know: what becomes of the worker
-afterwards (host.py).
+Knows: the registry's store master, which may change later, the health check, the connector's hellos. Does not know: what
+becomes of the worker afterwards (host.py).
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from mooncake.common.errors import MooncakeError
 from mooncake.common.registry import Registry
 from mooncake.vllm.engine_process import EngineFailed, EngineProcess
-from mooncake.vllm.host_config import WorkerConfig
 from mooncake.vllm.host_link import SchedulerHello, WorkerHello
 from mooncake.vllm.host_link_server import HostLinkServer
 
@@ -28,20 +27,19 @@ class StartStopped(Exception):
     """SIGTERM came before the engine was up."""
 
 
-async def store_masters(registry: Registry, config: WorkerConfig) -> tuple[str, ...]:
-    """From the configuration, else the leader, waited for a while; empty: this worker runs without the pool."""
-    if not config.store or config.store_masters:
-        return tuple(config.store_masters) if config.store else ()
-    known = asyncio.Event()
-    stop_watching = registry.watch_leader("store-master", lambda leader: known.set() if leader else None)
+async def follow_store_masters(registry: Registry, tell: Callable[[Sequence[str]], Awaitable[None]]) -> None:
+    """Tells the leading store master, now and at each change, until cancelled. While nobody leads the last one stays: it
+    may well come back under its address."""
+    changed = asyncio.Event()
+    stop_watching = registry.watch_leader("store-master", lambda _: changed.set())
     try:
-        await asyncio.wait_for(known.wait(), config.store_discovery_s)
-    except TimeoutError:
-        _log.warning("no store master is known: this worker runs without the store pool")
+        while True:
+            await changed.wait()
+            changed.clear()
+            if (leader := registry.leader("store-master")) is not None:
+                await tell((leader.address,))
     finally:
         stop_watching()
-    leader = registry.leader("store-master")
-    return (leader.address,) if leader else ()
 
 
 class StartWatch:

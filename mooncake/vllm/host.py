@@ -32,10 +32,10 @@ from mooncake.vllm.engine_command import EngineIdentity
 from mooncake.vllm.engine_health import EngineHealth
 from mooncake.vllm.engine_load import DecodeInterval, EngineLoad
 from mooncake.vllm.engine_process import EngineFailed, EngineProcess, ReservedPort
-from mooncake.vllm.engine_start import StartStopped, StartWatch, store_masters
+from mooncake.vllm.engine_start import StartStopped, StartWatch, follow_store_masters
 from mooncake.vllm.host_config import RoleName, WorkerConfig
 from mooncake.vllm.host_http import HostHttp
-from mooncake.vllm.host_link import PrefillFinished, SchedulerHello, WorkerHello
+from mooncake.vllm.host_link import LoadSample, PrefillFinished, SchedulerHello, WorkerHello
 from mooncake.vllm.host_link_server import HostLinkServer
 from mooncake.vllm.kv_event_socket import KVEventSocket
 from mooncake.vllm.kv_events import HeldBlocks
@@ -90,6 +90,7 @@ class WorkerHost:
             role.name,
             traces_kept=config.traces_kept,
             on_prefill_finished=self._prefill_finished,
+            on_load=self._loaded,
         )
         self.events = KVEventSocket(f"ipc://{folder}/kv-events")
         self._http = HostHttp(
@@ -122,6 +123,9 @@ class WorkerHost:
             self.link.start()
             self.events.connect()
             self._start_task("host link", self.link.run())
+            if self._config.store and not self._config.store_masters:
+                following = follow_store_masters(self._role.registry, self.link.set_store_masters)
+                self._start_task("store masters", following)
             await self._http.start(self._cluster.host, port)
             with ReservedPort(self._cluster.host, self._config.engine_port) as engine_port:
                 engine = EngineProcess(await self._engine_command(engine_port))
@@ -166,7 +170,6 @@ class WorkerHost:
             port=port,
             host_link=self.link.endpoint,
             kv_events=self.events.endpoint,
-            store_masters=await store_masters(self._role.registry, self._config),
         )
         engine_url = f"http://{format_address(self._cluster.host, port)}"
         self.info = {"roles": list(self._roles), "model": who.served_model, "model_path": str(who.model_path)}
@@ -237,6 +240,10 @@ class WorkerHost:
         self._load.stir()
         if self.conductor is not None:
             self.conductor.prefill_finished(sample)
+
+    def _loaded(self, sample: LoadSample) -> None:
+        if self.conductor is not None:
+            self.conductor.loaded(sample)
 
     async def _one_token(self) -> None:
         """The smallest work there is for the engine. Raises MooncakeError."""

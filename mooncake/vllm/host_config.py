@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from mooncake.common.errors import ConfigError
+from mooncake.vllm.connector_config import MAX_SAVE_S
 
 RoleName = Literal["prefill", "decode"]
 
@@ -74,7 +75,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     store: Annotated[bool, _field("load prefixes from and save blocks to the store pool")] = True
     store_masters: Annotated[
-        list[str], _field("store masters, host:port; empty: the leader that the registry knows at the start")
+        list[str], _field("store masters, host:port; empty: whichever the registry says leads")
     ] = msgspec.field(default_factory=list)
     store_local_segment: Annotated[str, _field("store node that is written first, e.g. store-node-0")] = ""
     store_block_tokens: Annotated[
@@ -86,10 +87,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     store_load_deadline_s: Annotated[
         float, _field("longest load; what has not arrived by then is computed", ge=0.001, le=600)
     ] = 5.0
-    store_save_deadline_s: Annotated[float, _field("longest save of one batch of blocks", ge=0.001, le=600)] = 30.0
-    store_discovery_s: Annotated[
-        float, _field("how long the start waits for a store master to be known", ge=0, le=600)
-    ] = 15.0
+    store_save_deadline_s: Annotated[
+        float,
+        _field("longest save of one batch of blocks, and of a wait for it at a preemption", ge=0.001, le=MAX_SAVE_S),
+    ] = 5.0
 
     # life
     start_deadline_s: Annotated[float, _field("vLLM must answer within this time", ge=1, le=7200)] = 900.0

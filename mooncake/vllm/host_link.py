@@ -51,6 +51,14 @@ class PrefillFinished(msgspec.Struct, tag="prefill_finished"):
     request_id: str = ""
 
 
+class LoadSample(msgspec.Struct, tag="load_sample"):
+    """A load of a prefix from the store that brought something has ended; what the Conductor's estimate of a load learns from."""
+
+    tokens: int
+    """That arrived, beyond the local prefix."""
+    load_s: float
+
+
 class TraceEvents(msgspec.Struct, tag="trace"):
     """Trace events of one transfer, in time order; see docs/protocol.md §4."""
 
@@ -71,8 +79,14 @@ class Release(msgspec.Struct, tag="release"):
     transfer_id: str
 
 
-ToHost = WorkerHello | SchedulerHello | PrefillStarted | PrefillFinished | TraceEvents | Counters
-ToConnector = Release
+class StoreMasters(msgspec.Struct, tag="store_masters"):
+    """Host to every half, after its hello and at each change: where store masters are, best first. Never empty."""
+
+    addresses: list[str]
+
+
+ToHost = WorkerHello | SchedulerHello | PrefillStarted | PrefillFinished | LoadSample | TraceEvents | Counters
+ToConnector = Release | StoreMasters
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_host = msgspec.msgpack.Decoder(ToHost).decode

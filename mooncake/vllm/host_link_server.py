@@ -1,7 +1,7 @@
 """Host link, the host's side: a ZMQ ROUTER on an ipc socket, to which the connector halves inside vLLM connect.
 
-Knows: which half said hello, prefill legs that wait for their events, counters, trace events. Does not know: HTTP, the
-Conductor, vLLM. Everything kept is bounded; what does not fit is dropped and counted.
+Knows: which half said hello, prefill legs that wait for their events, counters, trace events, what each half was told of
+the store's masters. Does not know: HTTP, the Conductor, vLLM. Everything kept is bounded; what does not fit is dropped and counted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,10 +18,13 @@ import zmq.asyncio
 
 from mooncake.vllm.host_link import (
     Counters,
+    LoadSample,
     PrefillFinished,
     PrefillStarted,
     Release,
     SchedulerHello,
+    StoreMasters,
+    ToConnector,
     ToHost,
     TraceEvents,
     WorkerHello,
@@ -45,7 +48,8 @@ class LegEvents:
 
 
 class HostLinkServer:
-    """Binds in `start`; `run` reads until cancelled. `on_prefill_finished` is called for every finished prefill."""
+    """Binds in `start`; `run` reads until cancelled. `on_prefill_finished` is called for every finished prefill, `on_load`
+    for every load from the store."""
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class HostLinkServer:
         *,
         traces_kept: int = 512,
         on_prefill_finished: Callable[[PrefillFinished], None] = lambda _: None,
+        on_load: Callable[[LoadSample], None] = lambda _: None,
     ) -> None:
         self.endpoint = endpoint
         self.worker_hello: asyncio.Future[WorkerHello] = asyncio.get_running_loop().create_future()
@@ -64,7 +69,11 @@ class HostLinkServer:
         self._name = name
         self._traces_kept = traces_kept
         self._on_prefill_finished = on_prefill_finished
+        self._on_load = on_load
         self._worker_halves: dict[bytes, None] = {}
+        self._store_masters: tuple[str, ...] = ()
+        self._told: dict[bytes, tuple[str, ...]] = {}
+        """The store masters that each half was told last."""
         self._legs: dict[str, LegEvents] = {}
         self._traces: collections.OrderedDict[str, list[dict[str, Any]]] = collections.OrderedDict()
         self._context = zmq.asyncio.Context()
@@ -98,6 +107,7 @@ class HostLinkServer:
                 _log.warning("unreadable message on the host link", extra={"fields": {"error": str(error)}})
                 continue
             self.handle(frames[0], message)
+            await self._tell_masters(frames[0])
 
     # --- what halves say ---
 
@@ -107,9 +117,11 @@ class HostLinkServer:
             case WorkerHello():
                 if len(self._worker_halves) < _MAX_HALVES:
                     self._worker_halves[sender] = None
+                self._met(sender)
                 if not self.worker_hello.done():
                     self.worker_hello.set_result(message)
             case SchedulerHello():
+                self._met(sender)
                 if not self.scheduler_hello.done():
                     self.scheduler_hello.set_result(message)
             case PrefillStarted():
@@ -121,10 +133,18 @@ class HostLinkServer:
                 if leg is not None and not leg.finished.done():
                     leg.finished.set_result(message)
                 self._on_prefill_finished(message)
+            case LoadSample():
+                self._on_load(message)
             case TraceEvents():
                 self._keep_trace(message)
             case Counters():
                 self._keep_counters(message)
+
+    def _met(self, half: bytes) -> None:
+        """A half begins; it was told nothing yet, also when it has a name that we know."""
+        self._told.pop(half, None)
+        if len(self._told) < _MAX_HALVES:
+            self._told[half] = ()
 
     def _keep_trace(self, message: TraceEvents) -> None:
         events = self._traces.setdefault(message.transfer_id, [])
@@ -164,11 +184,28 @@ class HostLinkServer:
 
     async def release(self, transfer_id: str) -> None:
         """Tells every worker half that the decoding leg will not come. Never waits for a half that does not read."""
-        payload = encode(Release(transfer_id))
         for identity in list(self._worker_halves):
-            assert self._router is not None
-            try:
-                await self._router.send_multipart([identity, payload], flags=zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                self.dropped += 1
-                _log.warning("release not delivered", extra={"fields": {"transfer_id": transfer_id, "why": str(error)}})
+            await self._send(identity, Release(transfer_id))
+
+    async def set_store_masters(self, addresses: Sequence[str]) -> None:
+        """Tells every half, now or when it says hello. A half that could not be told is told with its next message."""
+        self._store_masters = tuple(addresses)
+        for half in list(self._told):
+            await self._tell_masters(half)
+
+    async def _tell_masters(self, half: bytes) -> None:
+        masters = self._store_masters
+        if masters and self._told.get(half, masters) != masters and await self._send(half, StoreMasters(list(masters))):
+            self._told[half] = masters
+
+    async def _send(self, half: bytes, message: ToConnector) -> bool:
+        assert self._router is not None
+        try:
+            await self._router.send_multipart([half, encode(message)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self.dropped += 1
+            _log.warning(
+                "message not delivered to the connector", extra={"fields": {"what": message, "why": str(error)}}
+            )
+            return False
+        return True

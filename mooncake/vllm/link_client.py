@@ -1,7 +1,7 @@
 """Host link, the connector's side: a ZMQ DEALER on the worker host's ipc socket (messages: host_link.py).
 
-Knows: how to send without ever waiting and how to hand Release messages on. Does not know: what the messages mean. Works
-without a host: what nobody takes is dropped, counters and traces first.
+Knows: how to send without ever waiting, how to hand Release messages on, the store masters that were told last. Does not
+know: what the messages mean. Works without a host: what nobody takes is dropped, counters and traces first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ import msgspec
 import zmq
 
 from mooncake.vllm.counters import CounterSet
-from mooncake.vllm.host_link import Counters, Release, ToHost, TraceEvents, decode_to_connector, encode
+from mooncake.vllm.host_link import (
+    Counters,
+    LoadSample,
+    Release,
+    StoreMasters,
+    ToHost,
+    TraceEvents,
+    decode_to_connector,
+    encode,
+)
 
 _log = logging.getLogger(__name__)
 _QUEUE = 2000
@@ -33,6 +42,7 @@ class HostLinkClient:
     ) -> None:
         self._endpoint, self._half, self._counters = endpoint, half, counters
         self._on_release = on_release
+        self._store_masters: tuple[str, ...] = ()
         self._outbox: collections.deque[bytes] = collections.deque(maxlen=_QUEUE)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
@@ -45,11 +55,15 @@ class HostLinkClient:
         """Queues a message; never waits."""
         if self._thread is None or self._closing:
             return
-        if len(self._outbox) >= _DROP_FIRST_AT and isinstance(message, TraceEvents | Counters):
+        if len(self._outbox) >= _DROP_FIRST_AT and isinstance(message, TraceEvents | LoadSample | Counters):
             self._counters.add("host_link_dropped_total")
             return
         self._outbox.append(encode(message))
         os.eventfd_write(self._wake, 1)
+
+    def store_masters(self) -> tuple[str, ...]:
+        """What the host told last; empty until it knows one. For `StoreClient(masters=...)`, callable from any thread."""
+        return self._store_masters
 
     def close(self) -> None:
         """Sends what is queued for at most a moment and ends the thread."""
@@ -82,7 +96,7 @@ class HostLinkClient:
         poller.register(self._wake, zmq.POLLIN)
         counters_at = 0.0
         while True:
-            ready = dict(poller.poll(_COUNTERS_EVERY_S * 1000))
+            ready = dict(poller.poll(int(_COUNTERS_EVERY_S * 1000)))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             if socket in ready:
@@ -111,5 +125,9 @@ class HostLinkClient:
         except msgspec.DecodeError as error:
             _log.warning("unreadable message on the host link: %s", error)
             return
-        if isinstance(message, Release) and self._on_release is not None:
-            self._on_release(message.transfer_id)
+        match message:
+            case Release():
+                if self._on_release is not None:
+                    self._on_release(message.transfer_id)
+            case StoreMasters():
+                self._store_masters = tuple(message.addresses)

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from mooncake.common.errors import MooncakeError
 from mooncake.vllm.connector_config import StoreConfig
+from mooncake.vllm.host_link import LoadSample
 from mooncake.vllm.kv_layout import KVLayout, block_ranges
 from mooncake.vllm.step_plan import StoreLoad, StoreSave
 from mooncake.vllm.worker_runtime import WorkerRuntime
@@ -24,8 +25,8 @@ from store.client import GetItem, PutItem
 
 _log = logging.getLogger(__name__)
 _BATCH_BYTES = 32 << 20
-_MAX_PUT_S = 5.0
-"""One put may take so long; it is also what a preemption may have to wait for."""
+_GRACE_S = 5.0
+"""A put that ends later than so long after its deadline is an error."""
 Range = tuple[int, int]
 
 
@@ -70,6 +71,8 @@ class StoreIO:
         self._writing: list[StoreSave] = []
         self._changed = threading.Condition()
         self._closing = False
+        self._unavailable = False
+        """The last put found no store: said once, not for every batch of an outage."""
         self._saver = threading.Thread(target=self._run_saver, name="mooncake-save", daemon=True)
         self._saver.start()
 
@@ -124,6 +127,9 @@ class StoreIO:
         counters.add("loads_total", source="store", result=result)
         counters.add("store_loaded_bytes_total", arrived * self._object_bytes)
         counters.add("store_load_seconds_total", took_s)
+        if arrived and not aborted:
+            tokens = (arrived * self._each - load.skip_blocks) * self._rt.layout.block_size
+            self._rt.link.send(LoadSample(tokens, took_s))
         if bad and not aborted:
             counters.add("recomputed_tokens_total", len(bad) * self._rt.layout.block_size, reason="store_load_failed")
         self._rt.reports.load_ended(load.req_id, bad_blocks=bad)
@@ -145,11 +151,12 @@ class StoreIO:
     def preempt(self, req_ids: Sequence[str]) -> None:
         """Returns when the blocks of these requests are not read any more: queued saves are dropped, a running one is awaited."""
         gone = set(req_ids)
+        wait_s = self._config.save_deadline_s + _GRACE_S
         with self._changed:
             dropped = [entry for entry in self._backlog if entry[0].req_id in gone]
             self._backlog = collections.deque(entry for entry in self._backlog if entry[0].req_id not in gone)
             idle = self._changed.wait_for(
-                lambda: not any(save.req_id in gone for save in self._writing), timeout=_MAX_PUT_S + 5.0
+                lambda: not any(save.req_id in gone for save in self._writing), timeout=wait_s
             )
         if not idle:
             _log.error("a save still reads blocks that were preempted")
@@ -184,11 +191,13 @@ class StoreIO:
         unique = list({save.key: save for save in batch}.values())
         items = [PutItem(save.key, object_ranges(self._rt.layout, save.block_ids, 0)) for save in unique]
         try:
-            results = self._client.batch_put(items, min(self._config.save_deadline_s, _MAX_PUT_S))
+            results = self._client.batch_put(items, self._config.save_deadline_s)
         except MooncakeError as error:
-            _log.warning("%d blocks are not saved: %s", len(items), error)
+            level, self._unavailable = logging.DEBUG if self._unavailable else logging.WARNING, True
+            _log.log(level, "blocks are not saved from now on: %s", error)
             self._rt.counters.add("store_dropped_saves_total", len(items), reason="unavailable")
             return
+        self._unavailable = False
         saved = sum(result >= 0 for result in results)  # also those that were there already: their bytes do not move
         self._rt.counters.add("store_saved_blocks_total", saved)
         if failed := len(results) - saved:

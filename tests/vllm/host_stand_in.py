@@ -10,7 +10,16 @@ from typing import Any, TypeVar
 
 import zmq
 
-from mooncake.vllm.host_link import Counters, Release, ToHost, TraceEvents, WorkerHello, decode_to_host, encode
+from mooncake.vllm.host_link import (
+    Counters,
+    Release,
+    StoreMasters,
+    ToHost,
+    TraceEvents,
+    WorkerHello,
+    decode_to_host,
+    encode,
+)
 
 T = TypeVar("T")
 
@@ -43,6 +52,9 @@ class HostStandIn:
 
     def release(self, transfer_id: str) -> None:
         self._outbox.append(encode(Release(transfer_id)))
+
+    def store_masters(self, *addresses: str) -> None:
+        self._outbox.append(encode(StoreMasters(list(addresses))))
 
     def wait_for(self, kind: type[T], wanted: Callable[[T], bool] = lambda _: True, timeout_s: float = 10.0) -> T:
         deadline = time.monotonic() + timeout_s

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mooncake.common.errors import ConfigError, StoreUnavailable
 from mooncake.vllm.connector_config import StoreConfig, parse
 from mooncake.vllm.counters import CounterSet
-from mooncake.vllm.host_link import Counters, PrefillStarted, SchedulerHello, WorkerHello
+from mooncake.vllm.host_link import Counters, LoadSample, PrefillStarted, SchedulerHello, WorkerHello
 from mooncake.vllm.leg import leg_digest, parse_leg
 from mooncake.vllm.link_client import HostLinkClient
 from mooncake.vllm.reports import Reports
@@ -120,6 +120,11 @@ def test_messages_reach_the_host_and_releases_come_back(tmp_path: Path) -> None:
     assert host.wait_for(PrefillStarted).transfer_id == "t"
     host.release("t")
     until(lambda: released == ["t"])
+    assert link.store_masters() == ()
+    host.store_masters("m:1", "m:2")
+    until(lambda: link.store_masters() == ("m:1", "m:2"))
+    host.store_masters("m:3")
+    until(lambda: link.store_masters() == ("m:3",))
     until(lambda: host.counters() == {'mooncake_connector_loads_total{result="ok",source="stream"}': 1.0})
     link.close()
     host.close()
@@ -157,6 +162,8 @@ def test_traces_are_bounded_ordered_and_sent_once() -> None:
 
 def test_unknown_configuration_keys_are_errors() -> None:
     assert parse({"store": {"masters": ["a:1"]}}).store == StoreConfig(masters=["a:1"])
+    with pytest.raises(ConfigError, match=r"store\.save_deadline_s"):
+        parse({"store": {"save_deadline_s": 600}})
     with pytest.raises(ConfigError, match="typo"):
         parse({"typo": 1})
     with pytest.raises(ConfigError, match=r"store\.block_tokens"):
@@ -270,6 +277,32 @@ def test_what_did_not_arrive_is_bad_from_there_on(store: Any) -> None:
     until(lambda: engine.reports().received)
     assert engine.seen.bad_blocks == {11, 12, 13, 14}
     assert engine.rt.counters.get("recomputed_tokens_total", reason="store_load_failed") == 4 * BLOCK_SIZE
+
+
+def test_the_host_is_told_of_loads_that_brought_something(store: Any, tmp_path: Path) -> None:
+    engine, client, io = store
+    host = HostStandIn(tmp_path, "h")
+    engine.rt.link = HostLinkClient(host.endpoint, "half", engine.rt.counters)
+    io.save([StoreSave("r", b"k1", [5, 2])], now)
+    until(lambda: client.objects)
+    io.load(StoreLoad("nothing", [b"gone"], [9, 10], 0, time.monotonic() + 5))
+    io.load(StoreLoad("whole", [b"k1", b"k1"], [9, 10, 11], 1, time.monotonic() + 5))
+    until(lambda: engine.reports().received == {"nothing", "whole"})
+    sample = host.wait_for(LoadSample)
+    assert (sample.tokens, sample.load_s > 0) == (3 * BLOCK_SIZE, True)
+    assert sum(isinstance(message, LoadSample) for message in host.messages) == 1
+    engine.rt.link.close()
+    host.close()
+
+
+def test_an_outage_of_the_store_is_logged_once(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine, client, io = store
+    client.error = StoreUnavailable("no store master is known")
+    for i in range(3):
+        io.save([StoreSave("r", bytes([i]), [5, 2])], now)
+        dropped = i + 1
+        until(lambda n=dropped: engine.rt.counters.get("store_dropped_saves_total", reason="unavailable") == n)
+    assert len([r for r in caplog.records if r.levelname == "WARNING" and "not saved" in r.message]) == 1
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), RuntimeError("a bug")])

@@ -16,7 +16,7 @@ from mooncake.common.proto import conductor_pb2, conductor_pb2_grpc
 from mooncake.common.rpc import make_server
 from mooncake.vllm.conductor_link import ConductorLink, WorkerIdentity
 from mooncake.vllm.engine_load import DecodeInterval, EngineLoad
-from mooncake.vllm.host_link import PrefillFinished
+from mooncake.vllm.host_link import LoadSample, PrefillFinished
 from mooncake.vllm.kv_events import HeldBlocks
 
 WHO = WorkerIdentity("prefill-0", "i-1", "m", ("prefill",), 4, 400, "http://w")
@@ -138,6 +138,7 @@ async def test_loads_and_samples(bench: Bench, conductor: StandInConductor) -> N
     await until(lambda: bench.link.attached)
     bench.link.prefill_finished(PrefillFinished("x", 100, 32, 0.5))
     bench.link.decoded(DecodeInterval(batch=2.0, kv_tokens=50.0, tbt_s=0.01))
+    bench.link.loaded(LoadSample(tokens=256, load_s=0.125))
     bench.link.set_load(EngineLoad(running=2, waiting=1, kv_usage=0.5))
     await until(lambda: conductor.reports[-1].running)
     report = conductor.reports[-1]
@@ -145,6 +146,7 @@ async def test_loads_and_samples(bench: Bench, conductor: StandInConductor) -> N
     samples = [s for r in conductor.reports for s in r.prefill_samples]
     assert [(s.prompt_tokens, s.cached_tokens, s.compute_s) for s in samples] == [(100, 32, 0.5)]
     assert [(s.batch, s.kv_tokens, s.tbt_s) for r in conductor.reports for s in r.decode_samples] == [(2.0, 50.0, 0.01)]
+    assert [(s.tokens, s.load_s) for r in conductor.reports for s in r.load_samples] == [(256, 0.125)]
 
 
 async def test_many_changes_make_few_messages(bench: Bench, conductor: StandInConductor) -> None:

@@ -10,6 +10,7 @@ import pytest
 from mooncake.common.auth import derive_key
 from mooncake.common.config import ClusterConfig, load
 from mooncake.common.errors import ConfigError
+from mooncake.vllm.connector_config import StoreConfig
 from mooncake.vllm.connector_config import parse as parse_connector_config
 from mooncake.vllm.engine_command import EngineCommand, EngineIdentity, build
 from mooncake.vllm.host_config import WorkerConfig, engine_block_size, omp_threads
@@ -23,7 +24,6 @@ WHO = EngineIdentity(
     port=1234,
     host_link="ipc:///run/x/host-link",
     kv_events="ipc:///run/x/kv-events",
-    store_masters=("127.0.0.1:5",),
 )
 
 
@@ -80,7 +80,10 @@ def test_connector_accepts_what_the_host_writes() -> None:
     config = parse_connector_config(transfer["kv_connector_extra_config"])
     assert config.host_link == WHO.host_link
     assert config.store is not None
-    assert config.store.masters == ["127.0.0.1:5"]
+    assert config.store.masters == []  # the host tells them
+    told = make(WorkerConfig(device="cpu", store_masters=["127.0.0.1:5"]))
+    transfer = json.loads(told.config_text)["kv-transfer-config"]
+    assert parse_connector_config(transfer["kv_connector_extra_config"]).store == StoreConfig(masters=["127.0.0.1:5"])
     off = json.loads(make(WorkerConfig(device="cpu", store=False)).config_text)["kv-transfer-config"]
     assert off["kv_connector_extra_config"]["store"] is None
 

@@ -77,7 +77,9 @@ class Bench:
 
     async def released(self) -> str:
         async with asyncio.timeout(5):
-            return host_link.decode_to_connector(await self.half.recv()).transfer_id
+            message = host_link.decode_to_connector(await self.half.recv())
+        assert isinstance(message, host_link.Release)
+        return message.transfer_id
 
     def prefill(self, transfer_id: str = "x1", deadline_s: float = 20.0, **request: Any) -> Any:
         params = {"mooncake": {"leg": "prefill", "transfer_id": transfer_id, "deadline_s": deadline_s}}
