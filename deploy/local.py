@@ -22,6 +22,7 @@ from deploy.run_dir import RunDir
 from deploy.supervisor import Supervisor
 from deploy.terminal import Progress
 from deploy.up_config import UpConfig
+from mooncake.common.config import load, read_file
 
 _ENDPOINT_READY_S = 60.0
 
@@ -43,13 +44,15 @@ async def run(config: UpConfig, *, config_file: Path | None = None) -> None:
 async def _plan(config: UpConfig, run_dir: RunDir, config_file: Path | None) -> Plan:
     from mooncake.gateway.config import GatewayConfig
     from mooncake.models import resolve_model
-    from mooncake.vllm.host_config import WorkerConfig
+    from mooncake.vllm.host_config import WorkerConfig, device_of
 
+    worker = load(WorkerConfig, "worker", file=read_file(config_file))
     model_dir = await asyncio.to_thread(resolve_model, config.model)
     return make_plan(
         config,
         run_dir,
         model_dir,
+        device=device_of(worker),
         config_file=config_file,
         worker_options=option_names(WorkerConfig),
         gateway_options=option_names(GatewayConfig),

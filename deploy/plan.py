@@ -10,7 +10,7 @@ import secrets
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,6 +22,9 @@ from mooncake.common.errors import ConfigError
 from mooncake.common.net import format_address, free_port, port_is_free
 
 CLUSTER = "local"
+LOOPBACK = "127.0.0.1"
+CPU_KV_CACHE_BYTES = 256 << 20
+"""Enough to try things, and little enough for several workers on a laptop."""
 STOP_ORDER = (
     frozenset({"gateway"}),
     frozenset({"prefill", "decode"}),
@@ -49,31 +52,36 @@ def make_plan(
     run_dir: RunDir,
     model_dir: Path,
     *,
+    device: Literal["cpu", "gpu"],
     config_file: Path | None,
     worker_options: frozenset[str],
     gateway_options: frozenset[str],
     node_options: frozenset[str],
 ) -> Plan:
-    """`*_options` are the fields of the roles' config structs. Raises ConfigError, e.g. when `--port` is taken."""
+    """`*_options` are the fields of the roles' config structs. Only the gateway binds `config.host`.
+
+    Raises ConfigError, e.g. when `--port` is taken.
+    """
     if config.port and not port_is_free(config.host, config.port):
         raise ConfigError(
             f"--port {config.port}: another program listens on {format_address(config.host, config.port)}"
         )
-    ports = _Ports(config.host, config.port)
+    ports = _Ports(LOOPBACK, config.port)
     client_port, peer_port = ports.take(), ports.take()
-    etcd = format_address(config.host, client_port)
+    etcd = format_address(LOOPBACK, client_port)
     token = secrets.token_hex(32)
     model = config.served_model_name or _name_of(config.model)
     environment = {
         "MOONCAKE_CLUSTER": CLUSTER,
         "MOONCAKE_ETCD": etcd,
         "MOONCAKE_CLUSTER_TOKEN": token,
-        "MOONCAKE_HOST": config.host,
         "MOONCAKE_LOG_LEVEL": config.log_level,
         "PYTHONUNBUFFERED": "1",
     }
 
-    def role(role_name: str, index: int, port: int, options: dict[str, Any], grace_s: float = 2.0) -> ChildSpec:
+    def role(
+        role_name: str, index: int, port: int, options: dict[str, Any], grace_s: float = 2.0, host: str = LOOPBACK
+    ) -> ChildSpec:
         name = f"{role_name}-{index}"
         command = [sys.executable, "-m", "mooncake", role_name, "--name", name, "--port", str(port)]
         command += ["--config", str(config_file)] if config_file else []
@@ -82,14 +90,14 @@ def make_plan(
             role=role_name,
             command=[*command, *_flags(options)],
             log=run_dir.logs / f"{name}.log",
-            environment=environment,
+            environment=environment | {"MOONCAKE_HOST": host},
             port=port,
-            host=config.host,
+            host=host,
             start_timeout_s=config.start_timeout_s,
             stop_grace_s=grace_s,
         )
 
-    worker = _known(_worker_values(config, model_dir, model), worker_options)
+    worker = _known(_worker_values(config, model_dir, model, device), worker_options)
 
     def of_worker(index: int) -> dict[str, Any]:
         """Workers share the store nodes evenly as their near one."""
@@ -100,12 +108,12 @@ def make_plan(
         name="etcd",
         role="etcd",
         command=etcd_command(
-            find_etcd(), run_dir.etcd_data, host=config.host, client_port=client_port, peer_port=peer_port
+            find_etcd(), run_dir.etcd_data, host=LOOPBACK, client_port=client_port, peer_port=peer_port
         ),
         log=run_dir.logs / "etcd.log",
         port=client_port,
         ready_port=client_port,
-        host=config.host,
+        host=LOOPBACK,
         start_timeout_s=30.0,
     )
     nodes = [role("store-node", i, ports.take(), _node_values(config, node_options)) for i in range(config.store_nodes)]
@@ -116,9 +124,9 @@ def make_plan(
         for kind, count, first in (("prefill", config.prefill, 0), ("decode", config.decode, config.prefill))
         for i in range(count)
     ]
-    gateway_port = config.port or ports.take()
+    gateway_port = config.port or _Ports(config.host, *ports.taken).take()
     gateway_values = _known({"graceful_shutdown_s": _GATEWAY_GRACE_S - 1}, gateway_options)
-    gateway = role("gateway", 0, gateway_port, gateway_values, _GATEWAY_GRACE_S)
+    gateway = role("gateway", 0, gateway_port, gateway_values, _GATEWAY_GRACE_S, config.host)
     return Plan(
         endpoint=f"http://{format_address(config.host, gateway_port)}",
         etcd=[etcd],
@@ -132,20 +140,26 @@ def _name_of(model: str) -> str:
     return Path(model).name if "/" in model else model
 
 
-def _worker_values(config: UpConfig, model_dir: Path, model: str) -> dict[str, Any]:
+def _worker_values(config: UpConfig, model_dir: Path, model: str, device: Literal["cpu", "gpu"]) -> dict[str, Any]:
     """What `up` says of a worker; what was left to the worker is left out."""
     values: dict[str, Any] = {
         "model": str(model_dir),
         "served_model_name": model,
-        "kv_cache_memory_bytes": config.kv_cache_bytes,
         "tool_call_parser": config.tool_call_parser,
         "workers_on_machine": config.prefill + config.decode,
         "drain_timeout_s": _WORKER_DRAIN_S,
         "stop_timeout_s": _WORKER_GRACE_S - _WORKER_DRAIN_S - 1,
-        "enforce_eager": config.enforce_eager,
     }
-    optional = {"dtype": config.dtype, "max_model_len": config.max_model_len, "block_size": config.block_size}
+    kv_bytes = config.kv_cache_bytes or (CPU_KV_CACHE_BYTES if device == "cpu" else 0)
+    optional = {
+        "kv_cache_memory_bytes": kv_bytes,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "block_size": config.block_size,
+    }
     values |= {name: value for name, value in optional.items() if value}
+    if config.enforce_eager is not None or device == "cpu":
+        values["enforce_eager"] = config.enforce_eager is not False
     if not config.store_nodes:
         values["store"] = False
     return values
@@ -178,12 +192,12 @@ class _Ports:
 
     def __init__(self, host: str, *taken: int) -> None:
         self._host = host
-        self._taken = set(taken)
+        self.taken = set(taken)
 
     def take(self) -> int:
-        while (port := free_port(self._host)) in self._taken:
+        while (port := free_port(self._host)) in self.taken:
             continue
-        self._taken.add(port)
+        self.taken.add(port)
         return port
 
 

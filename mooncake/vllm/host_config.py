@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,6 +17,8 @@ from mooncake.common.errors import ConfigError
 from mooncake.vllm.connector_config import MAX_SAVE_S
 
 RoleName = Literal["prefill", "decode"]
+_ONE_RANK = "the connector does not support tensor or pipeline parallelism yet, a worker is one rank"
+_RANK_OPTIONS = frozenset({"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"})
 
 
 def _field(description: str, *, ge: float | None = None, le: float | None = None) -> msgspec.Meta:
@@ -49,7 +52,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, _field("most tokens of one engine step (the size of a prefill chunk); 0: vLLM's default", ge=0)
     ] = 0
     enforce_eager: Annotated[bool, _field("do not compile the model: starts sooner, runs slower")] = False
-    tensor_parallel_size: Annotated[int, _field("ranks that share each layer", ge=1, le=64)] = 1
+    tensor_parallel_size: Annotated[
+        int, _field("ranks that share each layer: only 1, the connector does not support tensor parallelism yet", ge=1)
+    ] = 1
     omp_threads: Annotated[
         int, _field("threads of a CPU engine; 0: cores divided by workers_on_machine", ge=0, le=1024)
     ] = 0
@@ -115,6 +120,18 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.hang_after_s < self.health_timeout_s:
             raise ConfigError("--hang-after-s must not be below --health-timeout-s")
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(f"--tensor-parallel-size {self.tensor_parallel_size}: {_ONE_RANK}")
+        for option, value in _values(self.extra_engine_args):
+            if option in _RANK_OPTIONS and value != "1":
+                raise ConfigError(f"--extra-engine-args {option} {value}: {_ONE_RANK}")
+
+
+def _values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Options and what follows them, as vLLM's parser reads them (`--a b`, `--a=b`, `_` for `-`)."""
+    for i, argument in enumerate(arguments):
+        option, sign, value = argument.partition("=")
+        yield option.replace("_", "-"), value if sign else (arguments[i + 1] if i + 1 < len(arguments) else "")
 
 
 def device_of(config: WorkerConfig) -> Literal["cpu", "gpu"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -17,13 +18,14 @@ from mooncake.common.errors import ConfigError
 WORKER = frozenset({"model", "served_model_name", "kv_cache_memory_bytes", "enforce_eager", "dtype", "max_model_len"})
 
 
-def plan(tmp_path: Path, **options: object) -> Plan:
+def plan(tmp_path: Path, device: Literal["cpu", "gpu"] = "cpu", **options: object) -> Plan:
     run_dir = RunDir(str(tmp_path / "run"))
     try:
         return make_plan(
             UpConfig(**options),  # type: ignore[arg-type]
             run_dir,
             tmp_path / "model",
+            device=device,
             config_file=None,
             worker_options=WORKER,
             gateway_options=frozenset({"graceful_shutdown_s"}),
@@ -55,6 +57,27 @@ def test_worker_options_and_secrets(tmp_path: Path) -> None:
     assert "--max-model-len" not in text  # left to the worker
     assert "--block-size" not in text  # the worker has no such option
     assert made.cluster_token not in text and worker.environment["MOONCAKE_CLUSTER_TOKEN"] == made.cluster_token
+
+
+def command(made: Plan, name: str) -> str:
+    return " ".join(next(s.command for stage in made.stages for s in stage if s.name == name))
+
+
+def test_defaults_of_workers_depend_on_the_device(tmp_path: Path) -> None:
+    cpu, gpu = (command(plan(tmp_path, device), "decode-0") for device in ("cpu", "gpu"))
+    assert "--kv-cache-memory-bytes 268435456" in cpu and " --enforce-eager" in cpu
+    assert "--kv-cache-memory-bytes" not in gpu and "enforce-eager" not in gpu
+    told = command(plan(tmp_path, "gpu", kv_cache_bytes=1 << 30, enforce_eager=True), "decode-0")
+    assert "--kv-cache-memory-bytes 1073741824" in told and " --enforce-eager" in told
+
+
+def test_only_the_gateway_binds_the_given_host(tmp_path: Path) -> None:
+    made = plan(tmp_path, host="127.0.0.2", prefill=2)
+    hosts = {s.name: s.environment.get("MOONCAKE_HOST", s.host) for stage in made.stages for s in stage}
+    assert hosts.pop("gateway-0") == "127.0.0.2"
+    assert set(hosts.values()) == {"127.0.0.1"} and len(hosts) == 7
+    assert "127.0.0.2" not in command(made, "etcd")
+    assert made.endpoint.startswith("http://127.0.0.2:") and made.etcd[0].startswith("127.0.0.1:")
 
 
 def test_taken_port_is_named(tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ def test_cpu() -> None:
     assert events["endpoint"] == WHO.kv_events
 
 
+def test_the_engine_binds_what_the_cluster_says() -> None:
+    open_ = build(ClusterConfig(host="10.0.0.5"), WorkerConfig(device="cpu"), WHO, runtime_dir=Path("/run/x"))
+    assert value_of(open_.argv, "--host") == "10.0.0.5"
+    assert open_.env["VLLM_HOST_IP"] == "127.0.0.1"
+
+
 def test_gpu_has_nothing_of_the_cpu() -> None:
     command = make(
         WorkerConfig(device="gpu", tool_call_parser="hermes", enforce_eager=True, extra_engine_args=["--seed", "1"])
@@ -93,6 +99,12 @@ def test_config_contradictions() -> None:
         engine_block_size(WorkerConfig(device="cpu", store_block_tokens=100))
     with pytest.raises(ConfigError, match="hang-after"):
         WorkerConfig(hang_after_s=5, health_timeout_s=10)
+    with pytest.raises(ConfigError, match="tensor-parallel-size 2: the connector does not support"):
+        load(WorkerConfig, "worker", given={"tensor_parallel_size": "2"}, environ={})
+    for extra in (["--seed", "0", "-tp", "2"], ["--tensor_parallel_size=4"], ["--pipeline-parallel-size", "2"]):
+        with pytest.raises(ConfigError, match=r"extra-engine-args .* does not support"):
+            WorkerConfig(extra_engine_args=extra)
+    WorkerConfig(extra_engine_args=["--tensor-parallel-size", "1"])
     with pytest.raises(ConfigError, match="block-size"):
         load(WorkerConfig, "worker", given={"block_size": "many"}, environ={})
 
