@@ -28,6 +28,7 @@ from mooncake import cli  # noqa: E402
 from mooncake.common.config import ClusterConfig, Option, options  # noqa: E402
 from mooncake.common.metrics import start_loop_lag  # noqa: E402
 from mooncake.common.role import Role  # noqa: E402
+from mooncake.vllm.counters import METRICS, PREFIX  # noqa: E402
 
 TARGET = ROOT / "docs" / "reference.md"
 COMMON_METRICS = ("mooncake_etcd_connected", "mooncake_event_loop_lag_seconds")
@@ -277,27 +278,6 @@ FILLERS: dict[str, tuple[str, Callable[[Role], None]]] = {
 # --- the connector, which lives in vLLM's processes and has no registry --------------------------------------------------
 
 CONNECTOR_SOURCES = ("mooncake/connector/*.py", "mooncake/vllm/*.py", "prefill/*.py", "decode/*.py")
-CONNECTOR_TEXTS: dict[str, str] = {
-    "errors_total": "Background work that raised something unexpected (the log has it)",
-    "held_transfers": "Transfers whose prompt blocks a prefill leg keeps for its consumers",
-    "host_link_dropped_total": "Messages to the worker host dropped because it did not read them",
-    "layers_sent_bytes_total": "Bytes written into other engines' blocks",
-    "loads_total": "Loads of KVCache into this engine by where from and how they ended",
-    "malformed_legs_total": "Requests whose kv_transfer_params could not be read and were ignored",
-    "pending_saves": "Store blocks that wait to be saved or are being saved",
-    "quarantined_blocks": "Blocks kept because a peer may still write into them",
-    "recomputed_tokens_total": "Prompt tokens computed again because their KVCache did not arrive",
-    "store_dropped_saves_total": "Store blocks that were not saved",
-    "store_load_seconds_total": "Time in loads from the store",
-    "store_loaded_bytes_total": "Bytes loaded from the store",
-    "store_lookups_total": "Look-ups of a prompt's prefix in the store by what came of them",
-    "store_saved_blocks_total": "Store blocks saved, those that were there already included",
-    "transfers_total": "Streams to consumers by how they ended",
-    "unreachable_consumers_total": "Consumers that reserved blocks and could not be reached",
-    "unreadable_messages_total": "Messages of peers that could not be read",
-    "waiting_loads": "Requests whose KVCache is on its way from a prefill instance",
-}
-"""Keep it sorted; a name of the code without a text here is an error, and so is a text without a name."""
 
 
 def connector_lines() -> list[MetricLine]:
@@ -311,11 +291,17 @@ def connector_lines() -> list[MetricLine]:
                     raise MissingHelp(f"{file.name}:{call.lineno}: the metric's name must be a literal")
                 labels = {word.arg for word in call.keywords if word.arg not in (None, "amount", "value")}
                 found.setdefault(name.value, (kind, set()))[1].update(labels)  # type: ignore[arg-type]
-    for name in sorted(found.keys() ^ CONNECTOR_TEXTS.keys()):
-        where = "the code" if name in CONNECTOR_TEXTS else "CONNECTOR_TEXTS of scripts/gen_reference.py"
-        raise MissingHelp(f"mooncake_connector_{name} is missing in {where}")
+    for name in sorted(found.keys() - METRICS.keys()):
+        raise MissingHelp(f"{PREFIX}{name} is missing in METRICS of mooncake/vllm/counters.py")
+    for name in sorted(METRICS.keys() - found.keys()):
+        raise MissingHelp(f"{PREFIX}{name} is missing in the code")
+    for name, (kind, _) in found.items():
+        if kind != METRICS[name].kind:
+            raise MissingHelp(
+                f"{PREFIX}{name} is used as a {kind}, mooncake/vllm/counters.py says {METRICS[name].kind}"
+            )
     return [
-        MetricLine(f"mooncake_connector_{name}", kind, tuple(sorted(labels)), CONNECTOR_TEXTS[name])
+        MetricLine(PREFIX + name, kind, tuple(sorted(labels)), METRICS[name].help)
         for name, (kind, labels) in sorted(found.items())
     ]
 

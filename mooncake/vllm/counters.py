@@ -1,14 +1,43 @@
-"""Counters and gauges of one connector half, by Prometheus sample name with labels, and where they are sent.
+"""Counters and gauges of one connector half, by Prometheus sample name with labels, and what each name means.
 
-Knows: absolute values; thread-safe. Does not know: Prometheus (the worker host renders them).
+Knows: names, help texts, absolute values; thread-safe. Does not know: Prometheus (the worker host renders them).
 """
 
 from __future__ import annotations
 
 import threading
+from typing import Literal, NamedTuple
 
 PREFIX = "mooncake_connector_"
 _MAX_SAMPLES = 1000
+
+
+class Metric(NamedTuple):
+    kind: Literal["counter", "gauge"]
+    help: str
+
+
+METRICS: dict[str, Metric] = {
+    "errors_total": Metric("counter", "Background work that raised something unexpected (the log has it)"),
+    "held_transfers": Metric("gauge", "Transfers whose prompt blocks a prefill leg keeps for its consumers"),
+    "host_link_dropped_total": Metric("counter", "Messages to the worker host dropped because it did not read them"),
+    "layers_sent_bytes_total": Metric("counter", "Bytes written into other engines' blocks"),
+    "loads_total": Metric("counter", "Loads of KVCache into this engine by where from and how they ended"),
+    "malformed_legs_total": Metric("counter", "Requests whose kv_transfer_params could not be read and were ignored"),
+    "pending_saves": Metric("gauge", "Store blocks that wait to be saved or are being saved"),
+    "quarantined_blocks": Metric("gauge", "Blocks kept because a peer may still write into them"),
+    "recomputed_tokens_total": Metric("counter", "Prompt tokens computed again because their KVCache did not arrive"),
+    "store_dropped_saves_total": Metric("counter", "Store blocks that were not saved"),
+    "store_load_seconds_total": Metric("counter", "Time in loads from the store"),
+    "store_loaded_bytes_total": Metric("counter", "Bytes loaded from the store"),
+    "store_lookups_total": Metric("counter", "Look-ups of a prompt's prefix in the store by what came of them"),
+    "store_saved_blocks_total": Metric("counter", "Store blocks saved, those that were there already included"),
+    "transfers_total": Metric("counter", "Streams to consumers by how they ended"),
+    "unreachable_consumers_total": Metric("counter", "Consumers that reserved blocks and could not be reached"),
+    "unreadable_messages_total": Metric("counter", "Messages of peers that could not be read"),
+    "waiting_loads": Metric("gauge", "Requests whose KVCache is on its way from a prefill instance"),
+}
+"""All that the connector counts, by name without prefix, sorted. What a half tells beyond it has no help text, and a test fails."""
 
 
 def sample(name: str, **labels: str) -> str:

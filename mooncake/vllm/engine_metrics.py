@@ -1,8 +1,8 @@
 """`/metrics` of a worker host: its own metrics, the connector's counters, vLLM's own text, as one valid exposition.
 
 Knows: the text format. Only `vllm:*` families of vLLM's text pass (its process and Python families would collide with
-ours). A connector sample's type follows from its name: `…_total` is a counter, histogram parts are untyped, the rest
-are gauges; halves that tell the same sample are added up. Does not know: HTTP.
+ours). Type and help text of a connector sample are those of counters.py; for names it lacks (a connector of another
+version) the type follows from the name. Halves that tell the same sample are added up. Does not know: HTTP.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-CONNECTOR_PREFIX = "mooncake_connector_"
+from mooncake.vllm.counters import METRICS
+from mooncake.vllm.counters import PREFIX as CONNECTOR_PREFIX
+
+_UNKNOWN = "Of the connector inside vLLM's processes"
 _SAMPLE = re.compile(r'(?P<name>mooncake_connector_[a-zA-Z0-9_]+)(\{(?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\.)*",?)*\})?')
 _ENGINE_LINE = re.compile(r"(# (HELP|TYPE) )?vllm:")
 
@@ -34,8 +37,9 @@ def connector_text(halves: Iterable[Mapping[str, float]]) -> str:
         families.setdefault(sample.partition("{")[0], []).append(f"{sample} {_number(values[sample])}")
     lines = []
     for name, samples in families.items():
-        lines.append(f"# HELP {name} Of the connector inside vLLM's processes")
-        lines.append(f"# TYPE {name} {_type_of(name)}")
+        known = METRICS.get(name.removeprefix(CONNECTOR_PREFIX))
+        lines.append(f"# HELP {name} {known.help if known else _UNKNOWN}")
+        lines.append(f"# TYPE {name} {known.kind if known else _type_of(name)}")
         lines += samples
     return "\n".join(lines) + "\n" if lines else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -50,6 +51,20 @@ def test_reference_is_what_the_code_says() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_connector_metric_without_a_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("gen_reference", ROOT / "scripts" / "gen_reference.py")
+    assert spec is not None and spec.loader is not None
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    generator.connector_lines()
+    monkeypatch.setattr(generator, "ROOT", tmp_path)
+    (tmp_path / "prefill").mkdir()
+    for call, complaint in (('add("typo_total")', "typo_total is missing in METRICS"), ("add(name)", "literal")):
+        (tmp_path / "prefill" / "new.py").write_text(f"self._rt.counters.{call}\n")
+        with pytest.raises(generator.MissingHelp, match=complaint):
+            generator.connector_lines()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -10,6 +10,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake.common.metrics import new_registry
+from mooncake.vllm.counters import METRICS, PREFIX
 from mooncake.vllm.engine_load import EngineLoad, LoadTracker
 from mooncake.vllm.engine_metrics import connector_text, merge
 
@@ -88,6 +89,14 @@ def test_connector_counters_are_typed_and_added_up() -> None:
     }
     values = {s.labels["result"]: s.value for s in families["mooncake_connector_loads"].samples}
     assert values == {"ok": 5.0, "late": 1.0}
+
+
+def test_connector_metrics_bring_their_own_texts() -> None:
+    text = connector_text([{PREFIX + name: 1.0 for name in METRICS}])
+    for name, metric in METRICS.items():
+        assert f"# HELP {PREFIX}{name} {metric.help}\n# TYPE {PREFIX}{name} {metric.kind}\n" in text
+        assert (metric.kind == "counter") == name.endswith("_total"), "as Prometheus names them"
+    assert list(METRICS) == sorted(METRICS)
 
 
 def test_the_page_is_valid_and_has_no_family_twice() -> None:
