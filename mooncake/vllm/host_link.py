@@ -7,6 +7,8 @@ trace messages first. Knows the messages; does not know who acts on them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -63,7 +65,7 @@ class TraceEvents(msgspec.Struct, tag="trace"):
     """Trace events of one transfer, in time order; see docs/protocol.md §4."""
 
     transfer_id: str
-    events: list[dict]
+    events: list[dict[str, Any]]
 
 
 class Counters(msgspec.Struct, tag="counters"):
