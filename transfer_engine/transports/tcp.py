@@ -14,7 +14,7 @@ import uuid
 from mooncake.common.errors import MooncakeError, PeerUnavailable, ProtocolViolation, TransferError, TransferTimeout
 from transfer_engine import handshake
 from transfer_engine.lanes import Job, Lane, Slice
-from transfer_engine.protocol import StreamClose
+from transfer_engine.protocol import Ping, StreamClose
 from transfer_engine.segment import Session, parse_address
 from transfer_engine.slices import slice_size
 from transfer_engine.transports.base import Host
@@ -26,6 +26,7 @@ INLINE_BYTES = 512 << 10
 """A job up to this size is moved by the submitting thread if that is going to wait for it: two thread switches less."""
 MAX_PIECES = 1000
 _CONFIRM_S = 0.25
+_PING_S = 0.5
 
 
 class TcpTransport:
@@ -243,7 +244,7 @@ class _Worker:
         except MooncakeError as error:
             self._unreachable(piece, error)
             return False
-        self.stream = TcpStream(sock, stream_id, config.socket_buffer_bytes, config.stall_timeout_s)
+        self.stream = TcpStream(sock, stream_id, config.socket_buffer_bytes, config.stall_timeout_s, self._answers)
         self.transport.opened(self.stream)
         self.engine.counters.add(tcp_dials=1)
         return True
@@ -285,6 +286,16 @@ class _Worker:
             submission.return_slice()
             if not self.lane.push(job, 1):
                 submission.abort_closed()
+
+    def _answers(self) -> bool:
+        """Whether the peer answers on its control connection, when its data connection is silent."""
+        link = self.session.link
+        try:
+            if link is not None:
+                link.request(Ping(), time.monotonic() + _PING_S)
+        except MooncakeError:
+            return False
+        return link is not None
 
     def _confirm(self, stream_id: str) -> bool:
         """Whether the target places nothing of that stream any more."""

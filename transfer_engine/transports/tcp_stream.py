@@ -10,6 +10,7 @@ import contextlib
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,9 @@ from transfer_engine.protocol import FrameHeader
 from transfer_engine.slices import coalesce_one
 from transfer_engine.transports import sysio
 from transfer_engine.types import Opcode
+
+PATIENCE = 4
+"""So many times in a row a peer that moves nothing, but answers on its control connection, is taken for slow, not down."""
 
 
 class GiveUp(Exception):
@@ -40,7 +44,14 @@ class Outstanding(NamedTuple):
 class TcpStream:
     """`window` holds the frames without an answer yet, oldest first."""
 
-    def __init__(self, sock: socket.socket, stream_id: str, buffer_bytes: int, stall_timeout_s: float) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        stream_id: str,
+        buffer_bytes: int,
+        stall_timeout_s: float,
+        still_there: Callable[[], bool],
+    ) -> None:
         sysio.tune(sock, buffer_bytes)
         self._sock = sock
         self._fd = sock.fileno()
@@ -48,6 +59,8 @@ class TcpStream:
         self.window: deque[Outstanding] = deque()
         self.closing = False
         self._stall_timeout_s = stall_timeout_s
+        self._still_there = still_there
+        self._patience = 0
         self._next_id = 1
         self._answer = bytearray(protocol.HEADER_BYTES)
         self._whole_answer = sysio.Vector.of(self._answer)
@@ -99,17 +112,21 @@ class TcpStream:
 
     def _run(self, vector: sysio.Vector, call: sysio.Call) -> None:
         self._vector, self._left, self._moved_at = vector, vector.left, time.monotonic()
+        self._patience = 0
         call(self._fd, vector, self._check)
 
     def _check(self) -> None:
         now = time.monotonic()
         assert self._vector is not None
         if self._vector.left != self._left:
-            self._left, self._moved_at = self._vector.left, now
+            self._left, self._moved_at, self._patience = self._vector.left, now, 0
         if self.closing or any(frame.piece.job.submission.stop_at <= now for frame in self.window):
             raise GiveUp
         if now - self._moved_at > self._stall_timeout_s:
-            raise Stalled
+            self._patience += 1
+            if self._patience > PATIENCE or not self._still_there():
+                raise Stalled
+            self._moved_at = time.monotonic()
 
     def stop(self) -> None:
         """From any thread: make the owner give up."""
