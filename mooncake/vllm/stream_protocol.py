@@ -13,8 +13,20 @@ from collections.abc import Sequence
 import msgspec
 
 REASONS = frozenset(
-    "layout_mismatch prompt_mismatch bad_reserve prefill_aborted preempted released deadline gone duplicate cancelled "
-    "write_failed peer_unavailable".split()
+    [
+        "layout_mismatch",
+        "prompt_mismatch",
+        "bad_reserve",
+        "prefill_aborted",
+        "preempted",
+        "released",
+        "deadline",
+        "gone",
+        "duplicate",
+        "cancelled",
+        "write_failed",
+        "peer_unavailable",
+    ]
 )
 """Why a stream fails; label values of metrics."""
 

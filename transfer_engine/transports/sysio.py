@@ -36,7 +36,7 @@ class _MsgHdr(ctypes.Structure):
 def _declare(name: str, result: object, *arguments: object) -> Callable[..., int]:
     function = getattr(_libc, name)
     function.restype, function.argtypes = result, list(arguments)
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 _sendmsg = _declare("sendmsg", ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
