@@ -30,7 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "/e2e/" in str(item.path):
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: "compiled" in getattr(item, "fixturenames", ()))
+    items.sort(key=starts_servers_of_its_own)  # stable: a bed is started once
+
+
+def starts_servers_of_its_own(item: pytest.Item) -> int:
+    """Order of the test beds: everything else, the compiled bed, the bare connector pair."""
+    names = getattr(item, "fixturenames", ())
+    return 2 if "world" in names and "beds" in names else int("compiled" in names)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from mooncake.vllm.host_link import PrefillFinished, PrefillStarted
+from tests.e2e.conftest import Beds
 from tests.etcd import Etcd
 from tests.store.cluster import Cluster
 from tests.vllm.engines import Engine, complete, leg, new_transfer, pair, tokens
@@ -76,7 +77,8 @@ async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(beds: Beds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    beds.stop()
     directory = tmp_path_factory.mktemp("pair")
     for name in ("etcd", "store"):
         (directory / name).mkdir()

@@ -37,7 +37,7 @@ class Engine:
 
     def _command(self, arguments: tuple[str, ...], kv_bytes: int) -> list[str]:
         argv = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(resolve_model("tiny")),
+            sys.executable, "-m", "mooncake.vllm.engine_main", "--model", str(resolve_model("tiny")),
             "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32",
             "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(kv_bytes), "--max-model-len", "8192",
             "--disable-hybrid-kv-cache-manager", "--enable-prompt-tokens-details", *arguments,
@@ -130,6 +130,8 @@ async def complete(
         "model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True, **extra,
     }  # fmt: skip
+    if body.get("n", 1) > 1:  # vLLM refuses n > 1 at temperature 0
+        body |= {"temperature": 1.0, "top_k": 1}
     answer = await client.post(engine.url + "/v1/completions", json=body)
     answer.raise_for_status()
     return answer.json()
