@@ -219,7 +219,8 @@ class StreamWorker:
                     requests.append(TransferRequest(Opcode.WRITE, source, segment, target, length))
             self._submit(write, requests)
         except (MooncakeError, ValueError) as error:
-            _log.warning("write for %s failed at once: %s", reserve.transfer_id, error)
+            if not isinstance(error, TransferCancelled):  # the consumer's fence: it has given up
+                _log.warning("write for transfer %s failed at once: %s", reserve.transfer_id, error)
             self._thread.post(WriteEnded(write.write_id, ok=False, reason=_reason(error)))
 
     def _submit(self, write: Write, requests: list[TransferRequest]) -> None:

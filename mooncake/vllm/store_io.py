@@ -114,6 +114,8 @@ class StoreIO:
         if left_s <= 0:
             return 0
         results = self._client.batch_get(items, left_s)
+        if lost := sorted({result for result in results if result < 0}):
+            _log.warning("load of %s from the store: codes %s", load.req_id, lost)
         good = [result == self._object_bytes for result in results]
         return good.index(False) if False in good else len(good)
 

@@ -64,6 +64,14 @@ class World:
         assert max(spent) < 0.6, f"{spent} CPU seconds in 3 s"
 
 
+async def _tied(client: httpx.AsyncClient, plain: Engine, prompt: list[int], want: list[int], got: list[int]) -> bool:
+    """The first differing token is as likely as the wanted one: batches of another shape round the last bit differently."""
+    at = next(i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b)
+    answer = await complete(client, plain, prompt + want[:at], 1, logprobs=2)
+    first, second = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)[:2]
+    return first - second < 1e-4
+
+
 def _gauges(host: HostStandIn) -> dict[str, float]:
     names = ("held_transfers", "waiting_loads", "quarantined_blocks", "pending_saves")
     return {k: v for k, v in host.counters().items() if k.removeprefix("mooncake_connector_") in names}
@@ -236,7 +244,8 @@ async def test_preemption_in_a_small_cache_changes_no_token(world: World) -> Non
     async with httpx.AsyncClient(timeout=600) as client:
         wanted = [tokens(await complete(client, world.plain, prompt, 40)) for prompt in prompts]
         both = [pair(client, world.prefill, world.decode, world.peer, prompt, 40) for prompt in prompts]
-        assert [tokens(got) for _, got in await asyncio.gather(*both)] == wanted
+        for prompt, want, (_, got) in zip(prompts, wanted, await asyncio.gather(*both), strict=True):
+            assert tokens(got) == want or await _tied(client, world.plain, prompt, want[0], tokens(got)[0])
     await world.idle()
 
 
