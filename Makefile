@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # pass options on: make serve ARGS="--prefill 2 --decode 1", make test ARGS="-k store"
 ARGS ?=
 
-.PHONY: help setup serve test check docs proto clean
+.PHONY: help setup serve test lint check docs proto clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -19,11 +19,13 @@ serve: setup ## start a whole cluster on this machine
 test: setup ## all tests, also the slow ones that start real servers
 	$(PY) -m pytest $(ARGS)
 
-check: setup ## style, types, import arrows and the quick tests
+lint: setup ## style, types, import arrows
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+check: lint ## lint and the quick tests
 	$(PY) -m pytest -m "not slow and not e2e" -x -q $(ARGS)
 
 docs: setup ## write docs/reference.md out of the code
