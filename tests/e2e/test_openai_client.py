@@ -125,15 +125,15 @@ def joined(chunks: list[Any]) -> dict[str, Any]:
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
             into = choices.setdefault(
-                choice["index"], {"content": "", "text": "", "tools": "", "logprobs": [], "finish": None}
+                choice["index"], {"content": "", "text": "", "tools": "", "logprobs": {}, "finish": None}
             )
             delta = choice.get("delta", {})
             into["content"] += delta.get("content") or ""
             into["text"] += choice.get("text") or ""
             for call in delta.get("tool_calls") or []:
                 into["tools"] += (call["function"].get("name") or "") + (call["function"].get("arguments") or "")
-            if choice.get("logprobs"):
-                into["logprobs"].append(choice["logprobs"])
+            for name, values in (choice.get("logprobs") or {}).items():  # a chunk may carry several tokens
+                into["logprobs"].setdefault(name, []).extend(values)
             into["finish"] = choice.get("finish_reason") or into["finish"]
     return {"choices": choices, "usage": usage}
 

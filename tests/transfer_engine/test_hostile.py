@@ -88,8 +88,9 @@ def test_fuzzed_bytes_after_the_handshake(victim: tuple[TransferEngine, np.ndarr
                 )
             elif turn % 2:
                 start = protocol.CONTROL.pack(300, chance.randrange(2), 1)
-            sock.sendall(start + chance.randbytes(400))
-            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # the engine may have hung up in the middle
+                sock.sendall(start + chance.randbytes(400))
+                sock.shutdown(socket.SHUT_WR)
             assert _ends(sock)
     _alive(victim)
 
