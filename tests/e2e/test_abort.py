@@ -1,4 +1,4 @@
-"""Must show 5: a client that goes away, at whatever stage, leaves nothing behind."""
+"""A client that goes away, at whatever stage, leaves nothing behind."""
 
 from __future__ import annotations
 

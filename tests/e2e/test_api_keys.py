@@ -1,4 +1,4 @@
-"""Must show 7, keys: a second gateway of the same cluster, with API keys, refuses wrong and missing ones."""
+"""A second gateway of the same cluster, with API keys, refuses wrong and missing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Must show 7: bad input gets the right 4xx in OpenAI's shape, and the platform is as before."""
+"""Bad input gets the right 4xx in OpenAI's shape, and the platform is as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Must show 1: greedy tokens equal a plain vLLM's, and the decoding engine computed at most the last prompt token."""
+"""Greedy tokens equal a plain vLLM's, and the decoding engine computed at most the last prompt token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Must show 6: any role may be killed with `kill -9`; requests are retried, or end with an error in time, or never notice."""
+"""Any role may be killed with `kill -9`; requests are retried, or end with an error in time, or never notice."""
 
 from __future__ import annotations
 

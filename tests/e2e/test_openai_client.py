@@ -1,4 +1,4 @@
-"""Must show 4: the `openai` client's calls, sync and async, streaming and not, compared field by field with a plain vLLM."""
+"""The `openai` client's calls, sync and async, streaming and not, compared field by field with a plain vLLM."""
 
 from __future__ import annotations
 

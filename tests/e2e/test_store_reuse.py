@@ -1,4 +1,4 @@
-"""Must show 3: what prefill instance A computed is reused by B through the store, also when A is gone."""
+"""What prefill instance A computed is reused by B through the store, also when A is gone."""
 
 from __future__ import annotations
 

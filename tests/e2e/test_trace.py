@@ -1,4 +1,4 @@
-"""Must show 2: a layer's bytes leave before the last layer is computed, as `mooncake trace` prints it."""
+"""A layer's bytes leave before the last layer is computed, as `mooncake trace` prints it."""
 
 from __future__ import annotations
 
