@@ -13,7 +13,6 @@ admission).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
@@ -120,13 +119,6 @@ def decide(
     )
     estimate = _estimate(request, schedule, hand_over_s, kv_tokens, state.estimators, now)
     return Decision(schedule.prefill.instance, schedule.decode.instance, schedule, estimate, slo, kv_tokens, degraded)
-
-
-def _slo(request: PlaceRequest, config: ConductorConfig) -> Slo:
-    return Slo(
-        request.ttft_slo_s or config.ttft_slo_s or math.inf,
-        request.tbt_slo_s or config.tbt_slo_s or math.inf,
-    )
 
 
 def _select_decoding(

@@ -32,13 +32,6 @@ class Pool(Protocol):
         ...
 
 
-class NoPool:
-    """A cluster without a store."""
-
-    async def prefix_tokens(self, keys: Sequence[BlockKey], block_size: int) -> int:
-        return 0
-
-
 class Breaker:
     """Closed until `failures` failures in a row; then open for `open_s`; then one try decides."""
 

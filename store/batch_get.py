@@ -13,6 +13,7 @@ from mooncake.common.block_key import pack_keys
 from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, TransferError
 from mooncake.common.proto import store_pb2 as pb
 from store import client_core as c
+from store import codes
 from store.ranges import length_of
 from store.wire import extents_of
 from transfer_engine import Opcode, TransferStatus
@@ -27,7 +28,7 @@ class BatchGet:
         self._env = env
         self._items = items
         self._deadline = deadline
-        self._codes = [c.NOT_FOUND] * len(items)
+        self._codes = [codes.NOT_FOUND] * len(items)
         self._replicas: dict[int, list[pb.Replica]] = {}  # what is still to be read, and where it could be
         self._dead: set[str] = set()
         self._lease_id = 0
@@ -38,7 +39,7 @@ class BatchGet:
         """Bytes read or a negative code, one an item. No byte is written into the items' ranges afterwards."""
         wanted = [at for at, item in enumerate(self._items) if c.is_valid(item)]
         for at in set(range(len(self._items))) - set(wanted):
-            self._codes[at] = c.INVALID
+            self._codes[at] = codes.INVALID
         if not wanted:
             return self._codes
         self._look_up(wanted)
@@ -47,7 +48,7 @@ class BatchGet:
                 self._round()
         finally:
             self._give_back()
-        late = c.LEASE_EXPIRED if self._lease_left() <= 0 else c.TIMED_OUT
+        late = codes.LEASE_EXPIRED if self._lease_left() <= 0 else codes.TIMED_OUT
         for at in self._replicas:
             self._codes[at] = late
         self._count()
@@ -73,7 +74,7 @@ class BatchGet:
             if not found.found:
                 continue
             if found.length != length_of(self._items[at].ranges):
-                self._codes[at] = c.INVALID
+                self._codes[at] = codes.INVALID
             else:
                 self._replicas[at] = self._preferred_first(self._items[at].key, list(found.replicas))
 
@@ -97,7 +98,7 @@ class BatchGet:
         for instance_id, at_node, transfer, status in ended:
             done = transfer.end(status)
             for at in done:
-                self._codes[at] = length_of(self._items[at].ranges) if in_time else c.LEASE_EXPIRED
+                self._codes[at] = length_of(self._items[at].ranges) if in_time else codes.LEASE_EXPIRED
                 del self._replicas[at]
             failed = [at for at in at_node if at not in done]
             if failed and self._time_left() > 0 and self._lease_left() > 0:
@@ -117,7 +118,7 @@ class BatchGet:
             return c.NodeTransfer(self._env.engine, Opcode.READ, handle, copies, deadline=self._deadline)
         except NotRegistered:  # local: the caller's own ranges
             for at in at_node:
-                self._codes[at] = c.INVALID
+                self._codes[at] = codes.INVALID
                 del self._replicas[at]
         except MooncakeError as error:
             self._next_replica(at_node, error, replica.instance_id)
@@ -151,13 +152,13 @@ class BatchGet:
         if isinstance(error, PeerUnavailable):
             self._dead.add(instance_id)
             self._env.peers.mark_dead(instance_id)
-        code = error.code if isinstance(error, TransferError) else c.TRANSFER_FAILED
+        code = error.code if isinstance(error, TransferError) else codes.TRANSFER_FAILED
         for at in failed:
             left = [r for r in self._replicas[at][1:] if r.instance_id not in self._dead]
             if left:
                 self._replicas[at] = left
             else:
-                self._codes[at] = c.REPLICA_GONE if isinstance(error, PeerUnavailable) else code
+                self._codes[at] = codes.REPLICA_GONE if isinstance(error, PeerUnavailable) else code
                 del self._replicas[at]
 
     def _give_back(self) -> None:
@@ -182,7 +183,7 @@ class BatchGet:
         got = [code for code in self._codes if code > 0]
         stats.add("get_objects", len(got))
         stats.add("get_bytes", sum(got))
-        stats.add("get_misses", self._codes.count(c.NOT_FOUND))
-        stats.add("get_failures", len(self._codes) - len(got) - self._codes.count(c.NOT_FOUND))
-        stats.add("get_lease_expired", self._codes.count(c.LEASE_EXPIRED))
+        stats.add("get_misses", self._codes.count(codes.NOT_FOUND))
+        stats.add("get_failures", len(self._codes) - len(got) - self._codes.count(codes.NOT_FOUND))
+        stats.add("get_lease_expired", self._codes.count(codes.LEASE_EXPIRED))
         stats.add("dead_nodes_reported", len(self._dead))

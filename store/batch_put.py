@@ -16,6 +16,7 @@ from mooncake.common.block_key import pack_keys
 from mooncake.common.errors import MooncakeError, PeerUnavailable
 from mooncake.common.proto import store_pb2 as pb
 from store import client_core as c
+from store import codes
 from store.peer_cache import NodeCall
 from store.ranges import length_of
 from store.wire import extents_of
@@ -47,7 +48,7 @@ class BatchPut:
         self._items = items
         self._deadline = deadline
         self._copies_wanted = replicas
-        self._codes = [c.INVALID] * len(items)
+        self._codes = [codes.INVALID] * len(items)
         self._asked: list[int] = []  # the caller's index of each slot of the master's answer
         self._nodes: dict[str, _Node] = {}
         self._failed: set[str] = set()
@@ -87,8 +88,8 @@ class BatchPut:
         if answer.put_id:
             self._deadline = min(self._deadline, began + answer.lease_s)
         for at, slot in zip(self._asked, answer.slots, strict=True):
-            there = slot.code in (c.EXISTS, c.NOT_READY)
-            self._codes[at] = c.OK if there else (slot.code or c.TRANSFER_FAILED)
+            there = slot.code in (codes.EXISTS, codes.NOT_READY)
+            self._codes[at] = codes.OK if there else (slot.code or codes.TRANSFER_FAILED)
             for replica in slot.replicas:
                 node = self._nodes.setdefault(replica.instance_id, _Node(replica))
                 node.items.append(at)
@@ -122,7 +123,7 @@ class BatchPut:
         for node, call in calls:
             try:
                 answer: pb.BeginPutResponse = call.result()
-                node.begun = answer.code == c.OK
+                node.begun = answer.code == codes.OK
             except MooncakeError as error:  # it may have begun there: then its lease ends it. We write nothing.
                 self._note(node, error)
             if not node.begun:
@@ -187,7 +188,7 @@ class BatchPut:
                 self._codes[at] = code
             return
         for at in {at for node in self._nodes.values() for at in node.items}:
-            self._codes[at] = c.TIMED_OUT
+            self._codes[at] = codes.TIMED_OUT
         self._env.janitor.later(lambda: self._tell(self._env.cleanup_s))
 
     def _tell(self, timeout_s: float) -> dict[int, int]:
@@ -204,12 +205,12 @@ class BatchPut:
             failed_segments=sorted(failed),
             dead_instances=sorted(self._dead),
         )
-        codes = {at: self._codes[at] for n in self._nodes.values() for at in n.items}
+        landed = {at: self._codes[at] for n in self._nodes.values() for at in n.items}
         try:
             answer: pb.PutEndResponse = self._env.masters.call("PutEnd", request, deadline)
         except MooncakeError as error:
-            return codes | dict.fromkeys(whole, error.code)
-        return codes | {at: code for at, code in zip(self._asked, answer.codes, strict=True) if at in whole}
+            return landed | dict.fromkeys(whole, error.code)
+        return landed | {at: code for at, code in zip(self._asked, answer.codes, strict=True) if at in whole}
 
     def _whole(self, at: int, good: list[_Node]) -> bool:
         """PutEnd names objects, not replicas: a replica that was only partly written revokes the object."""
@@ -240,17 +241,17 @@ class BatchPut:
                 quiesced &= node.quiesced
             else:
                 quiesced &= answer.quiesced
-                if answer.code != c.OK:
+                if answer.code != codes.OK:
                     self._failed.add(node.replica.segment)
         return quiesced
 
     def _count(self) -> None:
         stats = self._env.stats
-        stats.add("put_objects", self._codes.count(c.OK))
+        stats.add("put_objects", self._codes.count(codes.OK))
         stats.add(
             "put_bytes",
             sum(length_of(self._items[at].ranges) for at in {a for n in self._nodes.values() for a in n.done}),
         )
-        stats.add("put_no_space", self._codes.count(c.NO_SPACE))
+        stats.add("put_no_space", self._codes.count(codes.NO_SPACE))
         stats.add("put_failures", sum(code < 0 for code in self._codes))
         stats.add("dead_nodes_reported", len(self._dead))

@@ -27,18 +27,6 @@ from transfer_engine import (
     TransferVector,
 )
 
-OK = 0
-NO_SPACE = -200
-INVALID = -600
-NOT_READY = -703
-NOT_FOUND = -704
-EXISTS = -705
-LEASE_EXPIRED = -707
-REPLICA_GONE = -712
-TRANSFER_FAILED = -800
-UNAVAILABLE = -900
-TIMED_OUT = -901
-
 
 class GetItem(NamedTuple):
     """Read the object `key` into these local registered ranges, in order. Their lengths add up to the object's."""

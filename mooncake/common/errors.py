@@ -95,23 +95,6 @@ class DeadlineExceeded(MooncakeError):
     code = -901
 
 
-# --- KV hand-over ---------------------------------------------------------------------------------------------------
-
-
-class KVTransferError(MooncakeError):
-    """The KVCache of a request did not arrive; the receiver recomputes."""
-
-    code = -800
-
-
-class LayoutMismatch(KVTransferError):
-    """Layout fingerprints differ: blocks of one side mean nothing to the other."""
-
-
-class PromptMismatch(KVTransferError):
-    """Prompt digests differ: the two legs tokenized differently."""
-
-
 # --- transfer engine ------------------------------------------------------------------------------------------------
 
 
@@ -179,20 +162,10 @@ class ObjectExists(StoreError):
     code = -705
 
 
-class ReplicaNotReady(StoreError):
-    code = -703
-
-
 class NoSpace(StoreError):
     """Nothing more can be evicted: every block is in use or the object exceeds the pool."""
 
     code = -200
-
-
-class LeaseExpired(StoreError):
-    """A read outlived its lease: the bytes may be recycled ones and were discarded."""
-
-    code = -707
 
 
 class StoreUnavailable(StoreError):

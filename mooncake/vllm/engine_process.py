@@ -67,11 +67,6 @@ class EngineProcess:
         """Of the guard; 0 before the start."""
         return self._guard.pid if self._guard else 0
 
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self._guard.returncode if self._guard else None
-
     def tail(self) -> str:
         """The last lines that vLLM wrote."""
         return "\n".join(self._tail)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mooncake.common.errors import BadRequest, Overloaded
+from store import codes
 from store.master import messages as m
 from store.master.allocator import ExtentAllocator
 from store.master.pool import Memory, Pool
@@ -233,49 +234,49 @@ class MasterCore:
     ) -> tuple[Record | None, m.Slot]:
         known = self.pool.index.get(key)
         if known is not None and known.state is State.WRITING:
-            return None, m.Slot(m.NOT_READY)
+            return None, m.Slot(codes.NOT_READY)
         if known is not None and self._find(now, key) is not None:
-            return None, m.Slot(m.EXISTS)
+            return None, m.Slot(codes.EXISTS)
         if length <= 0:
-            return None, m.Slot(m.INVALID)
+            return None, m.Slot(codes.INVALID)
         if known is not None:  # all its replicas are out of reach: the new object takes its place
             self.pool.remove(known)
         record = self.pool.allocate(order, key, self._new_id(), length, replicas)
         if record is None:
             self.counters.alloc_failures += 1
-            return None, m.Slot(m.NO_SPACE)
-        return record, m.Slot(m.OK, record.version, tuple(record.replicas))
+            return None, m.Slot(codes.NO_SPACE)
+        return record, m.Slot(codes.OK, record.version, tuple(record.replicas))
 
     def put_end(
         self, now: float, put_id: int, written: Sequence[bool], *, quiesced: bool = False,
         failed_segments: Iterable[str] = (), dead_instances: Iterable[str] = (),
     ) -> list[int]:  # fmt: skip
-        """Makes written objects visible and revokes the others. A code a key; LEASE_OVER when it came too late."""
+        """Makes written objects visible and revokes the others. A code a key; LEASE_EXPIRED when it came too late."""
         self.tick(now)
         self.report_dead(now, dead_instances)
         put = self._puts.pop(put_id, None)
         if put is None:
-            return [m.LEASE_OVER] * len(written)
+            return [codes.LEASE_EXPIRED] * len(written)
         failed = set(failed_segments)
-        codes: list[int] = []
+        ended: list[int] = []
         for at, record in enumerate(put.records):
             done = at < len(written) and written[at]
-            codes.append(self._end_one(record, done, failed, put.ends_s, now if quiesced else None))
-        return codes
+            ended.append(self._end_one(record, done, failed, put.ends_s, now if quiesced else None))
+        return ended
 
     def _end_one(
         self, record: Record | None, written: bool, failed: set[str], ends_s: float, free_s: float | None
     ) -> int:
         if record is None:
-            return m.OK
+            return codes.OK
         memory = self.pool.revoke(record, lambda segment: not written or segment.name in failed)
         self._give_back(memory, ends_s, free_s)
         if not written:
-            return m.OK
+            return codes.OK
         if not record.replicas:
-            return m.REPLICA_GONE
+            return codes.REPLICA_GONE
         self.pool.publish(record)
-        return m.OK
+        return codes.OK
 
     def _put_timer(self, now: float, put_id: int) -> None:
         put = self._puts.pop(put_id, None)
@@ -306,16 +307,16 @@ class MasterCore:
     def remove_all(self, now: float, *, force: bool = False) -> int:
         """How many objects were removed."""
         self.tick(now)
-        return sum(self._remove_one(key, force) == m.OK for key in list(self.pool.index))
+        return sum(self._remove_one(key, force) == codes.OK for key in list(self.pool.index))
 
     def _remove_one(self, key: bytes, force: bool) -> int:
         record = self.pool.index.get(key)
         if record is None or record.state is not State.LIVE:
-            return m.NOT_FOUND
+            return codes.NOT_FOUND
         if record.pins > record.held and not force:
-            return m.LEASED
+            return codes.LEASED
         self.pool.remove(record)
-        return m.OK
+        return codes.OK
 
     # --- time ---
 

@@ -12,16 +12,6 @@ from typing import NamedTuple
 from store.extents import Extent
 from store.master.replicas import Replica
 
-OK = 0
-NO_SPACE = -200
-INVALID = -600
-NOT_READY = -703
-NOT_FOUND = -704
-EXISTS = -705
-LEASED = -706
-LEASE_OVER = -707
-REPLICA_GONE = -712
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

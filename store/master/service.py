@@ -17,7 +17,7 @@ from mooncake.common.errors import MooncakeError, StoreUnavailable
 from mooncake.common.proto import store_pb2 as pb
 from mooncake.common.proto import store_pb2_grpc
 from mooncake.common.rpc import abort_with
-from store import wire
+from store import codes, wire
 from store.master import messages as m
 from store.master.core import MasterCore
 from store.master.metrics import MasterMetrics
@@ -139,7 +139,7 @@ class MasterService(store_pb2_grpc.StoreMasterServicer):
 
     @_call("put_end")
     def PutEnd(self, core: MasterCore, request: pb.PutEndRequest) -> pb.PutEndResponse:
-        codes = core.put_end(
+        ended = core.put_end(
             time.monotonic(),
             request.put_id,
             list(request.written),
@@ -147,15 +147,15 @@ class MasterService(store_pb2_grpc.StoreMasterServicer):
             failed_segments=request.failed_segments,
             dead_instances=request.dead_instances,
         )
-        return pb.PutEndResponse(codes=codes)
+        return pb.PutEndResponse(codes=ended)
 
     @_call("remove")
     def Remove(self, core: MasterCore, request: pb.RemoveRequest) -> pb.RemoveResponse:
         now = time.monotonic()
         if request.all:
             return pb.RemoveResponse(removed=core.remove_all(now, force=request.force))
-        codes = core.remove(now, wire.keys_of(request.keys), force=request.force)
-        return pb.RemoveResponse(removed=codes.count(m.OK), codes=codes)
+        removed = core.remove(now, wire.keys_of(request.keys), force=request.force)
+        return pb.RemoveResponse(removed=removed.count(codes.OK), codes=removed)
 
     @_call("status")
     def Status(self, core: MasterCore, request: pb.StoreStatusRequest) -> pb.StoreStatusResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.common.errors import BadRequest, Overloaded
+from store import codes
 from store.extents import GRANULE_BYTES as G
 from store.extents import Extent, total_bytes
 from store.master import messages as m
@@ -59,7 +60,7 @@ def test_put_then_get() -> None:
     assert [f.length if f else 0 for f in got.objects] == [100, 0, 300]
     assert total_bytes(got.objects[2].replicas[0].extents) == 300  # type: ignore[union-attr]
     assert allocated(core) == 3
-    assert put(core, 0, A).code == m.EXISTS
+    assert put(core, 0, A).code == codes.EXISTS
 
 
 def test_lru_and_query_does_not_refresh() -> None:
@@ -79,8 +80,8 @@ def test_reads_and_writes_are_never_evicted() -> None:
     put(core, 0, A)
     lease = core.get_start(0, [A], 5.0)
     writing = core.put_start(0, [B], [G], writer="w", lease_s=4.0)
-    assert put(core, 1, C).code == m.NO_SPACE
-    assert core.put_start(1, [B], [G], writer="x").slots[0].code == m.NOT_READY
+    assert put(core, 1, C).code == codes.NO_SPACE
+    assert core.put_start(1, [B], [G], writer="x").slots[0].code == codes.NOT_READY
     core.get_end(2, lease.lease_id)
     assert put(core, 2, C).code == 0
     assert core.put_end(2, writing.put_id, [True]) == [0]
@@ -93,7 +94,7 @@ def test_lease_ends_by_itself_and_can_be_renewed() -> None:
     lease = core.get_start(0, [A], 2.0)
     assert core.renew(1.5, lease.lease_id, 2.0) == pytest.approx(2.0)
     beat(core, 3, "s0")
-    assert put(core, 3.4, B).code == m.NO_SPACE
+    assert put(core, 3.4, B).code == codes.NO_SPACE
     assert put(core, 3.6, B).code == 0
     assert core.renew(3.6, lease.lease_id, 2.0) == 0
     core.get_end(3.6, lease.lease_id)
@@ -111,8 +112,8 @@ def test_unfinished_put_waits_for_lease_and_grace() -> None:
     core = master(1)
     granted = core.put_start(0, [A], [G], writer="w", lease_s=2.0)
     beat(core, 4, "s0")
-    assert core.put_end(2.1, granted.put_id, [True]) == [m.LEASE_OVER], "too late"
-    assert put(core, 6.9, A).code == m.NO_SPACE, "the writer may still write"
+    assert core.put_end(2.1, granted.put_id, [True]) == [codes.LEASE_EXPIRED], "too late"
+    assert put(core, 6.9, A).code == codes.NO_SPACE, "the writer may still write"
     assert put(core, 7.1, A).code == 0
 
 
@@ -121,7 +122,7 @@ def test_revoked_put(quiesced: bool) -> None:
     core = master(1)
     granted = core.put_start(0, [A], [G], writer="w", lease_s=2.0)
     assert core.put_end(0, granted.put_id, [False], quiesced=quiesced) == [0]
-    assert put(core, 1, A).code == (0 if quiesced else m.NO_SPACE)
+    assert put(core, 1, A).code == (0 if quiesced else codes.NO_SPACE)
 
 
 def test_larger_than_the_largest_hole() -> None:
@@ -138,7 +139,7 @@ def test_a_hopeless_put_evicts_nothing() -> None:
     core = master(4, 4)
     for key in (A, B, C):
         put(core, 0, key)
-    assert put(core, 0, D, 5).code == m.NO_SPACE
+    assert put(core, 0, D, 5).code == codes.NO_SPACE
     assert has(core, 0, A, B, C) == [True] * 3
 
 
@@ -165,7 +166,7 @@ def test_a_failed_replica_is_left_out() -> None:
     found = core.query(0, [A])[0]
     assert found is not None and [r.segment.name for r in found.replicas] == ["s1"]
     granted = core.put_start(0, [B], [G], writer="w", preferred="s0")
-    assert core.put_end(0, granted.put_id, [True], failed_segments=["s0"]) == [m.REPLICA_GONE]
+    assert core.put_end(0, granted.put_id, [True], failed_segments=["s0"]) == [codes.REPLICA_GONE]
 
 
 def test_a_dead_node_is_skipped_until_it_is_heard_again() -> None:
@@ -198,7 +199,7 @@ def test_restart_under_the_same_name_replaces() -> None:
     mount(core, 1, "s0", 2, life="second")
     assert has(core, 1, A) == [False]
     assert core.heartbeat(1, "s0", "s0-life", 1).remount, "the old life is not taken for the new one"
-    assert core.put_end(1, open_put.put_id, [True]) == [m.REPLICA_GONE]
+    assert core.put_end(1, open_put.put_id, [True]) == [codes.REPLICA_GONE]
     core.get_end(1, lease.lease_id)
     assert allocated(core, 1) == 0
 
@@ -210,13 +211,13 @@ def held(key: bytes, version: int, *extents: tuple[int, int]) -> m.Held:
 
 def test_a_new_master_learns_and_holds() -> None:
     core = master()
-    assert put(core, 0, C).code == m.NO_SPACE, "no report, no memory"
+    assert put(core, 0, C).code == codes.NO_SPACE, "no report, no memory"
     writes = [m.OpenWrite((Extent(BASE + 3 * G, G),), 2.0)]
     mount(core, 0, "s0", 4, held=[held(A, 5, (0, 1), (2, 1))], open=writes)
     assert has(core, 0, A) == [True]
     slot = put(core, 0, B)
     assert slot.code == 0 and slot.replicas[0].extents[0].address == BASE + G
-    assert put(core, 1, C, 2).code == m.NO_SPACE, "a reader of the former master may still read"
+    assert put(core, 1, C, 2).code == codes.NO_SPACE, "a reader of the former master may still read"
     assert core.remove(1, [A]) == [0], "which is no reason to keep its name"
     for now in range(2, 16):
         beat(core, now, "s0")
@@ -227,7 +228,7 @@ def test_a_new_master_learns_and_holds() -> None:
 def test_a_report_in_parts() -> None:
     core = master()
     assert mount(core, 0, "s0", 4, held=[held(A, 5, (0, 1))], more=True)
-    assert has(core, 0, A) == [False] and put(core, 0, D).code == m.NO_SPACE
+    assert has(core, 0, A) == [False] and put(core, 0, D).code == codes.NO_SPACE
     assert mount(core, 0, "s0", 4, held=[held(B, 6, (1, 1))], continued=True)
     assert has(core, 0, A, B) == [True, True]
     assert not mount(core, 0, "s0", 4, number=2, continued=True), "a part of another report"
@@ -288,7 +289,7 @@ def test_remove() -> None:
     put(core, 0, A)
     put(core, 0, B)
     lease = core.get_start(0, [A], 5.0)
-    assert core.remove(0, [A, B, C]) == [m.LEASED, 0, m.NOT_FOUND]
+    assert core.remove(0, [A, B, C]) == [codes.LEASED, 0, codes.NOT_FOUND]
     assert core.remove(0, [A], force=True) == [0]
     assert has(core, 0, A) == [False] and allocated(core) == 1, "its reader still reads right bytes"
     core.get_end(0, lease.lease_id)
@@ -310,7 +311,7 @@ def test_bounds() -> None:
         core.put_start(0, [B], [1], writer="w")
     with pytest.raises(BadRequest):
         core.put_start(99, [B], [1, 2], writer="w")
-    assert [s.code for s in core.put_start(99, [B], [0], writer="w").slots] == [m.INVALID]
+    assert [s.code for s in core.put_start(99, [B], [0], writer="w").slots] == [codes.INVALID]
 
 
 def test_drop_log_is_bounded() -> None:
@@ -335,7 +336,7 @@ def test_what_is_removed_under_a_reader_keeps_its_place_with_a_new_master() -> N
     new = master(epoch=8)
     mount(new, 1, "s0", 1, held=[m.Held(A, version, G, (Extent(BASE, G),), removed=True)])
     assert has(new, 1, A) == [False]
-    assert put(new, 1, B).code == m.NO_SPACE
+    assert put(new, 1, B).code == codes.NO_SPACE
     for now in range(2, 17):
         beat(new, now, "s0")
     assert put(new, 17, B).code == 0

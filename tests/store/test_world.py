@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from store import codes
 from store.extents import GRANULE_BYTES as G
 from store.extents import Extent, round_up
 from store.master import messages as m
@@ -227,8 +228,8 @@ class World:
             and any((r.segment.name, slot.version) in done for r in slot.replicas)
             for slot in granted.slots
         ]
-        codes = core.put_end(self.now, granted.put_id, whole, quiesced=quiesced, failed_segments=failed)
-        self.writes += sum(code == 0 and ok for code, ok in zip(codes, whole, strict=True))
+        ended = core.put_end(self.now, granted.put_id, whole, quiesced=quiesced, failed_segments=failed)
+        self.writes += sum(code == 0 and ok for code, ok in zip(ended, whole, strict=True))
 
     def reader(self) -> Iterator[float]:
         while True:
@@ -269,7 +270,7 @@ class World:
 
     def check_space(self, core: MasterCore, granted: m.PutGranted, lengths: list[int]) -> None:
         usable = [s for s in core.pool.segments.values() if core._usable(self.now, s)]
-        if granted.slots[-1].code == m.NO_SPACE:
+        if granted.slots[-1].code == codes.NO_SPACE:
             for segment in usable:
                 assert segment.allocator.free_bytes + core.pool.lru.evictable_bytes(segment) < round_up(lengths[-1])
 
