@@ -44,6 +44,8 @@ class Submission:
         notify: bytes | None,
         peers: frozenset[str],
         effects: Effects,
+        max_retries: int = 0,
+        nic: str = "",
     ) -> None:
         self.batch = batch
         self.length = length
@@ -53,6 +55,8 @@ class Submission:
         self.notify = notify
         self.peers = peers
         self.effects = effects
+        self.max_retries = max_retries
+        self.nic = nic
         self.hold: object = None
         self.inline_thread = 0
         """Thread that waits for the end right after submitting, and may do the moving itself; 0: none."""

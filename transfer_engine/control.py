@@ -17,13 +17,17 @@ from transfer_engine import protocol
 from transfer_engine.batch import Submission
 from transfer_engine.config import EngineConfig
 from transfer_engine.fence import FenceTable
+from transfer_engine.handshake import Identity
 from transfer_engine.link import Link, unwrap
 from transfer_engine.memory import Region, RegionTable
 from transfer_engine.notify import Dispatcher
 from transfer_engine.protocol import (
     CancelGroup,
+    ConnectEndpoint,
+    EndpointOffer,
     GetRegions,
     Goodbye,
+    NicInfo,
     Notify,
     Ping,
     RegionInfo,
@@ -38,6 +42,7 @@ from transfer_engine.types import TransferState
 
 _CANCEL_GRACE_S = 0.2
 _MAX_WAITERS = 32
+_KEYED_WAIT_S = 0.5
 
 NotifyHandler = Callable[[str, str, bytes], None]
 
@@ -46,6 +51,7 @@ class Engine(Protocol):
     """What control needs of the engine."""
 
     config: EngineConfig
+    identity: Identity
     memory: RegionTable
     incoming: FenceTable
     outgoing: FenceTable
@@ -56,6 +62,8 @@ class Engine(Protocol):
     def session_of(self, instance_id: str) -> Session | None: ...
     def submissions_of(self, instance_id: str, group: int) -> list[Submission]: ...
     def link_to(self, record: PeerRecord, deadline: float) -> Link: ...
+    def nics(self) -> list[NicInfo]: ...
+    def accept_endpoint(self, record: PeerRecord, offer: EndpointOffer) -> EndpointOffer: ...
 
 
 class Control:
@@ -93,6 +101,8 @@ class Control:
             case StreamClose(stream_id, timeout_s):
                 stream = record.streams.get(stream_id)
                 self._later(link, message_id, timeout_s, lambda t: stream is None or stream.stop(t))
+            case ConnectEndpoint(offer):
+                link.reply(message_id, self._connect(record, offer))
             case Goodbye():
                 record.said_goodbye = True
                 link.reply(message_id, Reply())
@@ -100,14 +110,29 @@ class Control:
                 assert_never(request)
 
     def _grant(self, link: Link, message_id: int, record: PeerRecord) -> None:
-        if not record.same_host or not {"local", "shm"} & set(self._engine.config.transports):
+        direct, keyed = ways_past_us(record, self._engine.identity)
+        if not direct and not keyed:
             link.reply(message_id, Reply(code=7, text="no direct access"))
             return
         with self._grants:  # a revocation that follows is sent after this reply
-            record.granted = True
-            fenced = self._engine.incoming.groups_of(record.identity.instance_id)
-            version = self._engine.memory.version
-            link.reply(message_id, Reply(regions=describe(self._engine.memory), version=version, fenced=fenced))
+            record.granted |= direct
+            record.keyed |= keyed
+            link.reply(
+                message_id,
+                Reply(
+                    regions=describe(self._engine.memory, mappable=direct),
+                    version=self._engine.memory.version,
+                    fenced=self._engine.incoming.groups_of(record.identity.instance_id),
+                    nics=self._engine.nics() if keyed else [],
+                ),
+            )
+
+    def _connect(self, record: PeerRecord, offer: EndpointOffer) -> Reply:
+        try:
+            mine = self._engine.accept_endpoint(record, offer)
+        except MooncakeError as error:
+            return Reply(code=protocol.error_code(error), text=str(error))
+        return Reply(endpoint=mine, fenced=self._engine.incoming.groups_of(record.identity.instance_id))
 
     def _deliver(self, record: PeerRecord, payload: bytes) -> Reply:
         handler = self._engine.notify_handler
@@ -177,8 +202,7 @@ class Control:
         link.ask(GetRegions(), deadline, answered)
 
     def _apply(self, session: Session, reply: Reply) -> bool:
-        for group in reply.fenced:
-            self.stop_group(session.instance_id, group, lambda: None)
+        self.learn_fences(session, reply)
         if reply.version < session.regions.version:
             return False  # something was revoked meanwhile
         known = {region.address: region for region in session.regions.regions()}
@@ -187,11 +211,17 @@ class Control:
             region = known.get(info.address)
             fresh.append(region if region is not None and region.owner == info else self._mapped(session, info))
         session.regions.replace(fresh, reply.version, lambda old, new: old is new)
+        session.nics = reply.nics
         session.regions_known = True
         return True
 
+    def learn_fences(self, session: Session, reply: Reply) -> None:
+        """Stop the groups that a target says are cancelled, before anything is done with the rest of its reply."""
+        for group in reply.fenced:
+            self.stop_group(session.instance_id, group, lambda: None)
+
     def _mapped(self, session: Session, info: RegionInfo) -> Region:
-        region = Region(info.address, info.length, owner=info)
+        region = Region(info.address, info.length, owner=info, keys=info.keys)
         config, identity = self._engine.config, session.record.identity
         foreign = session.record.same_host and "shm" in identity.transports and "shm" in config.transports
         if foreign and config.shm_mapping and info.fd >= 0:
@@ -200,9 +230,10 @@ class Control:
         return region
 
     def revoke(self, address: int, length: int, timeout_s: float) -> None:
-        """Make every peer with direct access let go of a range that is closing. Raises TransferTimeout."""
+        """Make every peer with direct access or keys let go of a range that is closing. Raises TransferTimeout; not for a peer
+        that has only keys: voiding them is enough, it was asked so that its endpoints do not break on them."""
         with self._grants:
-            granted = [r for r in self._engine.peers.all() if r.granted and not r.proven_gone()]
+            granted = [r for r in self._engine.peers.all() if (r.granted or r.keyed) and not r.proven_gone()]
         deadline = time.monotonic() + timeout_s
         asked: list[tuple[PeerRecord, list[_Waiter]]] = []
         for record in granted:
@@ -212,7 +243,9 @@ class Control:
                 link.ask(Revoke(address, length, self._engine.memory.version, timeout_s), deadline, waiters[-1])
             asked.append((record, waiters))
         for record, waiters in asked:
-            if not any(waiter.ok(deadline) for waiter in waiters) and not self._harmless(record, deadline):
+            limit = deadline if record.granted else min(deadline, time.monotonic() + _KEYED_WAIT_S)
+            let_go = any(waiter.ok(limit) for waiter in waiters)
+            if record.granted and not let_go and not self._harmless(record, deadline):
                 raise TransferTimeout(
                     f"{record.identity.address} did not let go of memory at {address:#x} in {timeout_s} s"
                 )
@@ -240,10 +273,14 @@ class Control:
         self._engine.incoming.add(key)
         asked = self._ask_to_stop(record, group, deadline)
         placed = self._engine.incoming.wait_clear(key, max(0.0, deadline - time.monotonic()))
-        if not asked and record is not None:
+        stopped = True
+        if not asked and record is not None:  # what it sent before it fell silent, and what it sends past our fences
             for stream in list(record.streams.values()):
-                stream.stop(0.0)  # what it sent before it fell silent
-        if not placed and not self._engine.incoming.wait_clear(key, max(0.1, deadline - time.monotonic())):
+                within = max(0.1, deadline - time.monotonic()) if stream.one_sided else 0.0
+                stopped &= stream.stop(within) or not stream.one_sided
+        if not stopped or (
+            not placed and not self._engine.incoming.wait_clear(key, max(0.1, deadline - time.monotonic()))
+        ):
             return False
         if asked or record is None or not record.granted or record.proven_gone():
             return True
@@ -263,6 +300,13 @@ class Control:
         except MooncakeError:
             return False
         return True
+
+
+def ways_past_us(record: PeerRecord, mine: Identity) -> tuple[bool, bool]:
+    """(direct, keyed): whether that peer and we have a transport in common by which one touches the other's memory without its
+    help: directly on this host (local, shm), or by remote keys (rdma)."""
+    common = set(record.identity.transports) & set(mine.transports)
+    return record.same_host and bool({"local", "shm"} & common), "rdma" in common
 
 
 class _Waiter:

@@ -20,7 +20,7 @@ from typing import Any
 from mooncake.common.errors import ConfigError, MooncakeError, TransferCancelled, TransferError, TransferTimeout
 from transfer_engine import host
 from transfer_engine.batch import Batch, Submission
-from transfer_engine.config import MAX_NOTIFY_BYTES, EngineConfig
+from transfer_engine.config import EngineConfig
 from transfer_engine.connections import Connections
 from transfer_engine.control import Control, NotifyHandler
 from transfer_engine.fence import FenceTable
@@ -30,7 +30,7 @@ from transfer_engine.lanes import Job
 from transfer_engine.link import Link
 from transfer_engine.memory import RegionTable
 from transfer_engine.notify import Dispatcher
-from transfer_engine.protocol import Goodbye, Notify
+from transfer_engine.protocol import EndpointOffer, Goodbye, NicInfo, Notify
 from transfer_engine.registration import Registration, extent
 from transfer_engine.requests import parse
 from transfer_engine.router import Router
@@ -38,7 +38,7 @@ from transfer_engine.segment import Directory, PeerRecord, Session
 from transfer_engine.server import Listener
 from transfer_engine.shared_buffer import SharedBuffer
 from transfer_engine.transports import sysio
-from transfer_engine.transports.base import Host, Stats, Transport
+from transfer_engine.transports.base import Host, KeyedTransport, Stats, Transport
 from transfer_engine.transports.local import LocalTransport
 from transfer_engine.transports.shm import ShmTransport
 from transfer_engine.transports.tcp import TcpTransport
@@ -51,7 +51,7 @@ from transfer_engine.types import (
     TransferStatus,
     TransferVector,
 )
-from transfer_engine.work import Terms, Work
+from transfer_engine.work import Terms, Work, check_notify
 
 Requests = Sequence[TransferRequest] | TransferVector
 TransportFactory = Callable[[Host], Transport]
@@ -70,9 +70,7 @@ class TransferEngine:
     ) -> None:
         self.config = config = config or EngineConfig()
         factories = _FACTORIES | (transports or {})
-        for name in config.transports:
-            if name not in factories:
-                raise ConfigError(f"unknown transport {name!r}; known: {', '.join(sorted(factories))}")
+        self._names = _usable(config, factories)
         self.instance_id = uuid.uuid4().hex
         self.counters = Stats()
         self.memory = RegionTable(config.max_regions)
@@ -97,7 +95,9 @@ class TransferEngine:
         self._control = self.connections.control = Control(self)
         self._registration = Registration(self.memory, self._control)
         self._work = Work(config, self.memory, self.outgoing, self.connections, self.counters, label)
-        self._transports = [factories[name](self) for name in config.transports]
+        self._transports = [factories[name](self) for name in self._names]
+        self._keyed = next((t for t in self._transports if isinstance(t, KeyedTransport)), None)
+        self._registration.keyed = self._keyed
         self._router = self._work.router = Router(self, self._transports, self._control)
         self._listener.start(self.identity, self._serve)
 
@@ -111,7 +111,7 @@ class TransferEngine:
             pid=pid,
             start_ticks=host.start_ticks(pid),
             probe_address=ctypes.addressof(self._probe),
-            transports=self.config.transports,
+            transports=self._names,
         )
 
     def __enter__(self) -> TransferEngine:
@@ -196,31 +196,22 @@ class TransferEngine:
         group: int = 0,
         priority: int = 0,
         notify: bytes | None = None,
+        max_retries: int | None = None,
+        nic: str = "",
     ) -> None:
         """Start requests; returns at once. Greater `priority` goes first. `group` (64 bit, 0: none) is what the target
         can cancel. `notify` is delivered to every target after all bytes are placed, and is part of the transfer.
+        `max_retries` per slice (default: the engine's) and `nic`, the local NIC to prefer while it works, are hints.
         Raises InvalidHandle, NotRegistered (local side), TransferCancelled (fenced), ValueError; the rest is status."""
-        self._submit(self._batches.get(batch_id), requests, deadline_s, group, priority, notify, inline=False)
+        retries = self.config.max_retries if max_retries is None else max_retries
+        terms = Terms(deadline_s, group, priority, notify, False, retries, nic)
+        self._submit(self._batches.get(batch_id), requests, terms)
 
-    def _submit(
-        self,
-        batch: Batch,
-        requests: Requests,
-        deadline_s: float,
-        group: int,
-        priority: int,
-        notify: bytes | None,
-        *,
-        inline: bool,
-    ) -> None:
-        if not 0 < deadline_s <= self.config.max_deadline_s:
-            raise ValueError(f"deadline_s must be above 0 and at most {self.config.max_deadline_s}")
-        if not 0 <= group < 1 << 64:
-            raise ValueError("group must be a 64 bit number")
-        _check_notify(notify)
+    def _submit(self, batch: Batch, requests: Requests, terms: Terms) -> None:
+        terms.check(self.config.max_deadline_s)
         parts, lengths = parse(requests)
         sessions = {target: self._segments.get(target) for target, _, _ in parts}
-        self._work.submit(batch, parts, lengths, sessions, Terms(deadline_s, group, priority, notify, inline))
+        self._work.submit(batch, parts, lengths, sessions, terms)
 
     def get_transfer_status(self, batch_id: BatchId, index: int) -> TransferStatus:
         """Status of one request, counted in the order of submission. Raises InvalidHandle."""
@@ -287,6 +278,8 @@ class TransferEngine:
         group: int = 0,
         priority: int = 0,
         notify: bytes | None = None,
+        max_retries: int | None = None,
+        nic: str = "",
     ) -> TransferStatus:
         """Submit and wait. Raises what made it fail; returns the status of success. A small transfer is moved by the
         calling thread itself, which spares two thread switches."""
@@ -294,7 +287,8 @@ class TransferEngine:
         count = len(requests.source) if isinstance(requests, TransferVector) else len(requests)
         batch = Batch(max(1, count))
         try:
-            self._submit(batch, requests, deadline_s, group, priority, notify, inline=True)
+            retries = self.config.max_retries if max_retries is None else max_retries
+            self._submit(batch, requests, Terms(deadline_s, group, priority, notify, True, retries, nic))
             if not batch.wait(deadline_s + 5.0):
                 raise TransferTimeout(f"no end within {deadline_s} s and 5 s more")
         except BaseException:
@@ -310,7 +304,7 @@ class TransferEngine:
     def send_notify(self, segment: SegmentHandle, payload: bytes, *, deadline_s: float = 2.0) -> None:
         """Put `payload` (at most 64 KiB) into the peer's handler queue; returns when it is there. Raises InvalidHandle,
         PeerUnavailable, TransferTimeout, Overloaded (the queue is full), TransferError (no handler), ValueError."""
-        _check_notify(payload)
+        check_notify(payload)
         session = self._segments.get(segment)
         deadline = time.monotonic() + deadline_s
         problem = session.down
@@ -359,6 +353,14 @@ class TransferEngine:
 
     def submissions_of(self, instance_id: str, group: int) -> list[Submission]:
         return self._work.submissions_of(instance_id, group)
+
+    def nics(self) -> list[NicInfo]:
+        return self._keyed.nics() if self._keyed is not None else []
+
+    def accept_endpoint(self, record: PeerRecord, offer: EndpointOffer) -> EndpointOffer:
+        if self._keyed is None:
+            raise TransferError("this engine has no NIC to connect to")
+        return self._keyed.accept(record, offer)
 
     def reroute(self, job: Job, after: Transport) -> None:
         self._router.reroute(job, after)
@@ -430,6 +432,18 @@ class TransferEngine:
                 link.ask(Goodbye(), deadline, lambda _: None)
 
 
-def _check_notify(payload: bytes | None) -> None:
-    if payload is not None and len(payload) > MAX_NOTIFY_BYTES:
-        raise ValueError(f"a notification holds at most {MAX_NOTIFY_BYTES} bytes, not {len(payload)}")
+def _usable(config: EngineConfig, factories: dict[str, TransportFactory]) -> tuple[str, ...]:
+    """The configured transports that this machine has. Raises ConfigError for an unknown one, and when none is left."""
+    usable, reasons = [], []
+    for name in config.transports:
+        if name not in factories:
+            raise ConfigError(f"unknown transport {name!r}; known: {', '.join(sorted(factories))}")
+        unavailable = getattr(factories[name], "unavailable", None)
+        reason = unavailable(config) if unavailable is not None else ""
+        if reason:
+            reasons.append(f"{name}: {reason}")
+        else:
+            usable.append(name)
+    if not usable:
+        raise ConfigError(f"transfer engine: no transport can be used; {'; '.join(reasons)}")
+    return tuple(usable)

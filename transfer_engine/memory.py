@@ -20,7 +20,8 @@ from transfer_engine.slices import U64, Index
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """One registered range. `uses` counts operations in progress, `references` registrations of the same range."""
+    """One registered range. `uses` counts operations in progress, `references` registrations of the same range, `keys` are its
+    remote keys, one per NIC of its owner (empty: none)."""
 
     address: int
     length: int
@@ -28,6 +29,7 @@ class Region:
     location: str = "cpu"
     owner: object = None
     backing: object = None
+    keys: tuple[int, ...] = ()
     references: int = 1
     uses: int = 0
     closing: bool = False
@@ -87,6 +89,16 @@ class RegionTable:
             self.version += 1
             self._rebuild()
             return region
+
+    def known(self, address: int, length: int) -> bool:
+        """Whether exactly this range is registered and not closing."""
+        region = self._regions.get(address)
+        return region is not None and region.length == length and not region.closing
+
+    def reject_overlap(self, region: Region) -> None:
+        """Raises RegionOverlap when another range shares bytes with this one."""
+        with self._changed:
+            self._reject_overlap(region)
 
     def _reject_overlap(self, region: Region) -> None:
         _, ends, regions, _ = self._all

@@ -94,13 +94,39 @@ REQUEST, REPLY = 0, 1
 
 
 class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A registered region as peers see it; `fd` (-1: none), `inode` and `file_offset` say where a peer on this host can map it."""
+    """A registered region as peers see it; `fd` (-1: none), `inode` and `file_offset` say where a peer on this host can map it;
+    `keys` are its remote keys, one per NIC in the order of `Reply.nics`."""
 
     address: int
     length: int
     fd: int = -1
     inode: int = 0
     file_offset: int = 0
+    keys: tuple[int, ...] = ()
+
+
+class NicInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A NIC that peers may connect to. `gid` in eight groups of four digits; `mtu` in bytes; `numa_node` -1: unknown."""
+
+    name: str
+    gid: str
+    mtu: int = 1024
+    numa_node: int = -1
+    rate_bits_per_s: int = 0
+
+
+class EndpointOffer(msgspec.Struct, frozen=True, array_like=True):
+    """One end of a queue pair (InfiniBand spec 12.7). `nic` counts in the sender's NIC list, `peer_nic` in the receiver's;
+    `stream_id` names the pair on both sides."""
+
+    stream_id: str
+    nic: int
+    peer_nic: int
+    qpn: int
+    psn: int
+    gid: str
+    mtu: int
+    lid: int = 0
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
@@ -108,7 +134,7 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 
 class GetRegions(msgspec.Struct, frozen=True, array_like=True, tag="regions"):
-    """Asks for the region table, which grants direct access (shm, local). Answered by Regions."""
+    """Asks for the region table, which grants direct access (shm, local) or access by remote keys (rdma)."""
 
 
 class Notify(msgspec.Struct, frozen=True, array_like=True, tag="notify"):
@@ -139,21 +165,30 @@ class StreamClose(msgspec.Struct, frozen=True, array_like=True, tag="stream_clos
     timeout_s: float
 
 
+class ConnectEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"):
+    """Initiator to target: make the other end of this queue pair. `StreamClose` with its `stream_id` ends it."""
+
+    offer: EndpointOffer
+
+
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
     """The sender's engine has stopped all its work and closes."""
 
 
-Request = Ping | GetRegions | Notify | CancelGroup | Revoke | StreamClose | Goodbye
+Request = Ping | GetRegions | Notify | CancelGroup | Revoke | StreamClose | ConnectEndpoint | Goodbye
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """`code` 0 is success. `regions`, `version` and `fenced` only answer GetRegions."""
+    """`code` 0 is success. `regions`, `version` and `nics` answer GetRegions, `endpoint` answers ConnectEndpoint, `fenced`
+    (groups of the asker that are cancelled here) both."""
 
     code: int = 0
     text: str = ""
     regions: list[RegionInfo] = []
     version: int = 0
     fenced: list[int] = []
+    nics: list[NicInfo] = []
+    endpoint: EndpointOffer | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

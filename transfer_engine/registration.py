@@ -16,6 +16,7 @@ from transfer_engine.control import Control
 from transfer_engine.memory import Region, RegionTable
 from transfer_engine.shared_buffer import SharedBuffer
 from transfer_engine.transports import sysio
+from transfer_engine.transports.base import KeyedTransport
 
 
 class Registration:
@@ -27,11 +28,30 @@ class Registration:
         self._lock = threading.Lock()
         self._buffers: set[SharedBuffer] = set()
         self._closed = False
+        self.keyed: KeyedTransport | None = None
+        """Gives every region its remote keys; set before the first registration."""
 
     def register(self, address: int, length: int, owner: object, location: str, remote_access: bool) -> None:
         if length > 0 and address > 0 and address + length < 1 << 64 and not sysio.is_mapped(address, length):
             raise ValueError(f"[{address:#x}, +{length}) is not mapped memory of this process")
-        self._table.add(Region(address, length, remote_access, location, owner))
+        self._add(Region(address, length, remote_access, location, owner))
+
+    def _add(self, region: Region) -> None:
+        """Into the table, with its keys: peers must never see a region without them."""
+        if self.keyed is None or region.length <= 0 or region.address <= 0:
+            self._table.add(region)
+            return
+        with self._lock:
+            if self._table.known(region.address, region.length):
+                self._table.add(region)
+                return
+            self._table.reject_overlap(region)  # before the NICs pin it
+            region.keys = self.keyed.register(region)
+            try:
+                self._table.add(region)
+            except BaseException:
+                self.keyed.unregister(region)
+                raise
 
     def unregister(self, address: int, timeout_s: float) -> None:
         region = self._table.drop_reference(address)
@@ -41,11 +61,17 @@ class Registration:
         if region.remote_access and not self._closed:
             self._control.revoke(region.address, region.length, timeout_s)
         self._table.wait_unused(region, max(0.0, deadline - time.monotonic()))
+        if self.keyed is not None:
+            self.keyed.unregister(region)
         self._table.remove(region)
 
     def allocate_shared(self, length: int, name: str) -> SharedBuffer:
         buffer = SharedBuffer(length, name, self._release_shared)
-        self._table.add(Region(buffer.address, length, backing=buffer.info))
+        try:
+            self._add(Region(buffer.address, length, backing=buffer.info))
+        except BaseException:
+            buffer.free()
+            raise
         with self._lock:
             self._buffers.add(buffer)
         return buffer

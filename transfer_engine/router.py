@@ -14,8 +14,8 @@ from typing import Protocol
 
 from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, TransferError
 from transfer_engine.batch import Submission
-from transfer_engine.config import EngineConfig
-from transfer_engine.control import Control
+from transfer_engine.control import Control, ways_past_us
+from transfer_engine.handshake import Identity
 from transfer_engine.lanes import Job
 from transfer_engine.protocol import Notify, Reply
 from transfer_engine.segment import Session
@@ -24,7 +24,7 @@ from transfer_engine.types import TransferState
 
 
 class Engine(Protocol):
-    config: EngineConfig
+    identity: Identity
 
 
 class Router:
@@ -32,11 +32,10 @@ class Router:
         self._engine = engine
         self._transports = transports
         self._control = control
-        self._direct = {"local", "shm"} & set(engine.config.transports)
 
     def _is_direct(self, session: Session) -> bool:
         """Whether a transport without the target's help may reach it (and needs its region table)."""
-        return bool(session.record.same_host and self._direct & set(session.record.identity.transports))
+        return any(ways_past_us(session.record, self._engine.identity))
 
     def prepare(self, session: Session, deadline: float) -> None:
         """Fetch the region table of a direct peer, so that the first transfer need not. Failure is left to the transfer."""
@@ -48,9 +47,7 @@ class Router:
 
     def forget(self, session: Session) -> None:
         for transport in self._transports:
-            forget = getattr(transport, "forget", None)
-            if forget is not None:
-                forget(session)
+            transport.forget(session)
 
     def route(self, job: Job) -> None:
         """Hand the job out; every way this can end is told to its submission."""
@@ -98,7 +95,7 @@ class Router:
             rest = left
         if session.regions_known and self._is_direct(session) and not self._table_covers(rest, session):
             return _fail(rest, NotRegistered(f"{session.address}: a target range is not inside one registered region"))
-        names = ", ".join(self._engine.config.transports)
+        names = ", ".join(self._engine.identity.transports)
         _fail(rest, TransferError(f"{session.address}: none of the transports {names} reaches it"))
 
     def notify(self, submission: Submission, sessions: list[Session]) -> None:

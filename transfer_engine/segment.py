@@ -17,18 +17,21 @@ from transfer_engine.config import EngineConfig
 from transfer_engine.handshake import Identity
 from transfer_engine.link import Link
 from transfer_engine.memory import RegionTable
-from transfer_engine.protocol import RegionInfo
+from transfer_engine.protocol import NicInfo, RegionInfo
 
 
 class Served(Protocol):
-    """An incoming data connection."""
+    """An incoming data connection. `one_sided`: what it places passes our fences, so only stopping it ends it."""
+
+    one_sided: bool
 
     def stop(self, timeout_s: float) -> bool:
         """Drop it; True once nothing of it is being placed."""
 
 
 class PeerRecord:
-    """One life of one peer, as far as its handshakes told. `granted`: it may touch our memory without our help (shm, local)."""
+    """One life of one peer, as far as its handshakes told. `granted`: it may touch our memory without our help (shm, local);
+    `keyed`: it knows our remote keys, which end with its endpoints in `streams`."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
@@ -37,6 +40,7 @@ class PeerRecord:
         self.links: set[Link] = set()
         self.streams: dict[str, Served] = {}
         self.granted = False
+        self.keyed = False
         self.said_goodbye = False
         self.seen_at = time.monotonic()
 
@@ -109,6 +113,7 @@ class Session:
         self.instance_id = record.identity.instance_id
         self.regions = RegionTable(1 << 20)
         self.regions_known = False
+        self.nics: list[NicInfo] = []
         self.cross_copy_ok: bool | None = None
         self.handles = 0
         self._config = config
@@ -157,16 +162,15 @@ class Session:
             self._lock.release()
 
 
-def describe(regions: RegionTable) -> list[RegionInfo]:
-    """The table as peers see it."""
+def describe(regions: RegionTable, *, mappable: bool) -> list[RegionInfo]:
+    """The table as peers see it; `mappable`: also where a peer on this host finds shared buffers."""
     infos = []
     for region in regions.regions():
         if region.remote_access and not region.closing:
-            backing = region.backing
-            if isinstance(backing, RegionInfo):
-                infos.append(RegionInfo(region.address, region.length, backing.fd, backing.inode, backing.file_offset))
-            else:
-                infos.append(RegionInfo(region.address, region.length))
+            backing = region.backing if mappable and isinstance(region.backing, RegionInfo) else RegionInfo(0, 0)
+            infos.append(
+                RegionInfo(region.address, region.length, backing.fd, backing.inode, backing.file_offset, region.keys)
+            )
     return infos
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mooncake.common.errors import TransferCancelled, TransferError, TransferTimeout
 from transfer_engine.batch import Batch, Submission
-from transfer_engine.config import EngineConfig
+from transfer_engine.config import MAX_NOTIFY_BYTES, EngineConfig
 from transfer_engine.connections import Connections
 from transfer_engine.fence import FenceTable
 from transfer_engine.lanes import Job
@@ -31,12 +31,40 @@ from transfer_engine.types import SegmentHandle, TransferState
 class Terms:
     """What a submission is asked to be: everything but its bytes. `deadline` is monotonic."""
 
-    def __init__(self, deadline_s: float, group: int, priority: int, notify: bytes | None, inline: bool) -> None:
+    def __init__(
+        self,
+        deadline_s: float,
+        group: int,
+        priority: int,
+        notify: bytes | None,
+        inline: bool,
+        max_retries: int,
+        nic: str,
+    ) -> None:
         self.deadline = time.monotonic() + deadline_s
         self.group = group
         self.priority = priority
         self.notify = notify
         self.inline = inline
+        self.max_retries = max_retries
+        self.nic = nic
+        self._seconds = deadline_s
+
+    def check(self, max_deadline_s: float) -> None:
+        """Raises ValueError."""
+        if not 0 < self._seconds <= max_deadline_s:
+            raise ValueError(f"deadline_s must be above 0 and at most {max_deadline_s}")
+        if not 0 <= self.group < 1 << 64:
+            raise ValueError("group must be a 64 bit number")
+        if self.max_retries < 0:
+            raise ValueError("max_retries must not be negative")
+        check_notify(self.notify)
+
+
+def check_notify(payload: bytes | None) -> None:
+    """Raises ValueError when it is too long."""
+    if payload is not None and len(payload) > MAX_NOTIFY_BYTES:
+        raise ValueError(f"a notification holds at most {MAX_NOTIFY_BYTES} bytes, not {len(payload)}")
 
 
 class Work:
@@ -110,6 +138,8 @@ class Work:
                 notify=terms.notify,
                 peers=peers,
                 effects=self,
+                max_retries=terms.max_retries,
+                nic=terms.nic,
             )
             submission.hold = hold
             submission.inline_thread = threading.get_ident() if terms.inline else 0

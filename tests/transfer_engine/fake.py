@@ -46,6 +46,9 @@ class FakeTransport:
     def peer_down(self, session: Session, error: MooncakeError) -> None:
         pass
 
+    def forget(self, session: Session) -> None:
+        pass
+
     def close(self, deadline: float) -> bool:
         return True
 

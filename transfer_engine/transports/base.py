@@ -1,6 +1,6 @@
 """What a transport must offer, and what it may ask of the engine.
 
-Knows: the seam only. A transport claims the part of a job that it can reach, then owns it: takes its slices, moves them,
+Knows: the seams only. A transport claims the part of a job that it can reach, then owns it: takes its slices, moves them,
 and reports each through the job's submission. Adding one (rdma, a fake) means one class with these methods and a name in
 `EngineConfig.transports`.
 """
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from mooncake.common.errors import MooncakeError
 from transfer_engine.config import EngineConfig
 from transfer_engine.handshake import Identity
 from transfer_engine.lanes import Job, Slice
-from transfer_engine.segment import Session
+from transfer_engine.memory import Region
+from transfer_engine.protocol import EndpointOffer, NicInfo
+from transfer_engine.segment import PeerRecord, Session
 
 
 class Stats:
@@ -65,5 +67,29 @@ class Transport(Protocol):
     def peer_down(self, session: Session, error: MooncakeError) -> None:
         """Fail what waits for that peer."""
 
+    def forget(self, session: Session) -> None:
+        """The session is closed and idle: give up what it holds."""
+
     def close(self, deadline: float) -> bool:
         """Stop; True once nothing moves any more."""
+
+
+@runtime_checkable
+class KeyedTransport(Transport, Protocol):
+    """A transport whose peers touch our memory by remote keys over endpoints of their own (rdma). At most one per engine.
+
+    A class may also have `unavailable(config) -> str`, a class method that says why this machine cannot offer it ("": it can).
+    """
+
+    def register(self, region: Region) -> tuple[int, ...]:
+        """Keys of a region that nobody sees yet, one per NIC of `nics`. What it raises refuses the registration."""
+
+    def unregister(self, region: Region) -> None:
+        """Nothing uses the region any more: void its keys. Idempotent."""
+
+    def nics(self) -> list[NicInfo]:
+        """In the order of the keys; constant over the engine's life."""
+
+    def accept(self, record: PeerRecord, offer: EndpointOffer) -> EndpointOffer:
+        """Target side of a ConnectEndpoint; short, on the link's reader thread. Puts a one-sided `Served` into
+        `record.streams[offer.stream_id]`. Raises MooncakeError, which the initiator gets."""

@@ -124,6 +124,9 @@ class CopyTransport:
     def peer_down(self, session: Session, error: MooncakeError) -> None:
         """Slices find out by themselves."""
 
+    def forget(self, session: Session) -> None:
+        """Nothing is held per session."""
+
     def close(self, deadline: float) -> bool:
         self.lane.close()
         return self.lane.join(deadline)

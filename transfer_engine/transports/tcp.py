@@ -276,7 +276,7 @@ class _Worker:
         elif (
             problem is not None
             or not quiet
-            or piece.attempts > self.engine.config.max_retries
+            or piece.attempts > submission.max_retries
             or isinstance(error, ProtocolViolation)
         ):
             submission.fail_slice(problem or error, quiesced=quiet)

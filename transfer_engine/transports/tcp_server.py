@@ -45,6 +45,8 @@ class _Fenced(Exception):
 class ServedStream:
     """`run` serves until the connection ends; `stop` ends it from another thread."""
 
+    one_sided = False
+
     def __init__(self, sock: socket.socket, peer: str, engine: Target) -> None:
         sysio.tune(sock, engine.config.socket_buffer_bytes)
         self._sock = sock
