@@ -156,6 +156,7 @@ def _worker_values(config: UpConfig, model_dir: Path, model: str, device: Litera
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "block_size": config.block_size,
+        "transports": config.transports,
     }
     values |= {name: value for name, value in optional.items() if value}
     if config.enforce_eager is not None or device == "cpu":
@@ -169,7 +170,8 @@ def _node_values(config: UpConfig, options: frozenset[str]) -> dict[str, Any]:
     size = next(
         (name for name in ("segment_bytes", "store_bytes", "capacity_bytes") if name in options), "segment_bytes"
     )
-    return {size: config.store_bytes}
+    values: dict[str, Any] = {size: config.store_bytes}
+    return values | ({"transports": config.transports} if config.transports else {})
 
 
 def _known(values: dict[str, Any], options: frozenset[str]) -> dict[str, Any]:
@@ -180,7 +182,9 @@ def _flags(values: dict[str, Any]) -> list[str]:
     flags = []
     for name, value in values.items():
         flag = name.replace("_", "-")
-        if isinstance(value, bool):
+        if isinstance(value, list):
+            flags += [f"--{flag}", ",".join(value)]
+        elif isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             flags += [f"--{flag}", str(value)]

@@ -22,6 +22,9 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     store_bytes: Annotated[int, _help("DRAM of each store node", ge=1 << 20)] = 256 << 20
     port: Annotated[int, _help("the endpoint's port; 0: a free one", ge=0, le=65535)] = 0
     host: Annotated[str, _help("address that the gateway binds; all else stays on loopback")] = "127.0.0.1"
+    transports: Annotated[
+        list[str], _help("ways KVCache may move, in order of preference; empty: the roles' default")
+    ] = msgspec.field(default_factory=list)
     dtype: Annotated[str, _help("data type of the weights and the KVCache, as vLLM's --dtype; empty: the model's")] = ""
     kv_cache_bytes: Annotated[int, _help("KVCache of each worker; 0: 256MiB on a CPU, vLLM's own on a GPU", ge=0)] = 0
     max_model_len: Annotated[int, _help("longest prompt and answer together; 0: the model's", ge=0)] = 0

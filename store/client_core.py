@@ -27,6 +27,9 @@ from transfer_engine import (
     TransferVector,
 )
 
+SAVE_PRIORITY = -1
+"""Saves are background work: what a request waits for (streams, loads) overtakes them between two slices."""
+
 
 class GetItem(NamedTuple):
     """Read the object `key` into these local registered ranges, in order. Their lengths add up to the object's."""
@@ -132,7 +135,8 @@ class NodeTransfer:
         self._batch: BatchId = engine.allocate_batch_id(len(length))
         try:
             vector = TransferVector(opcode, handle, local, remote, length)
-            engine.submit_transfer(self._batch, vector, deadline_s=left_s, group=group)
+            priority = SAVE_PRIORITY if opcode is Opcode.WRITE else 0
+            engine.submit_transfer(self._batch, vector, deadline_s=left_s, group=group, priority=priority)
         except BaseException:
             engine.free_batch_id(self._batch)
             raise

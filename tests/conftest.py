@@ -10,6 +10,10 @@ import pytest
 from tests.etcd import Etcd
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--transports", default="", help="ways KVCache may move on the test beds of tests/e2e, e.g. tcp")
+
+
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[Etcd]:
     """A running etcd of this test's own."""

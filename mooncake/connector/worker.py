@@ -45,7 +45,7 @@ class WorkerHalf:
         self._any_kv = next(iter(kv_caches.values()))
         if (config := self._rt.config.store) is not None:
             client = StoreClient(
-                self._rt.engine,
+                self._rt.store_engine,
                 config.masters or self._rt.link.store_masters,
                 token=self._rt.config.cluster_token,
                 name=f"{self._rt.config.name}-worker",

@@ -40,6 +40,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     instance_id: str = ""
     transfer: dict[str, Any] = {}
     store: StoreConfig | None = None
+    store_nics: list[str] = []
+    """NICs of store traffic, which then has a transfer engine of its own; empty: it shares the streams' engine."""
     fingerprint_salt: str = ""
     served_model: str = ""
     roles: list[str] = []

@@ -66,6 +66,7 @@ def connector_config(cluster: ClusterConfig, config: WorkerConfig, who: EngineId
         "port": config.transfer_port,
         "name": who.name,
         "transports": config.transports,
+        "nics": config.transfer_nics,
     }
     return {
         "host_link": who.host_link,
@@ -73,6 +74,7 @@ def connector_config(cluster: ClusterConfig, config: WorkerConfig, who: EngineId
         "instance_id": who.instance_id,
         "transfer": transfer,
         "store": store if config.store else None,
+        "store_nics": config.store_nics if config.store else [],
         "fingerprint_salt": config.fingerprint_salt,
         "served_model": who.served_model,
         "roles": list(who.roles),

@@ -78,6 +78,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     transports: Annotated[list[str], _field("ways the transfer engine may use, in order of preference")] = (
         msgspec.field(default_factory=lambda: ["local", "shm", "tcp"])
     )
+    transfer_nics: Annotated[
+        list[str], _field("NICs of KV streams between workers, e.g. mlx5_0,mlx5_1; empty: all")
+    ] = msgspec.field(default_factory=list)
+    store_nics: Annotated[
+        list[str],
+        _field("NICs of store traffic, by a transfer engine of its own; empty: it shares the streams' engine and NICs"),
+    ] = msgspec.field(default_factory=list)
     store: Annotated[bool, _field("load prefixes from and save blocks to the store pool")] = True
     store_masters: Annotated[
         list[str], _field("store masters, host:port; empty: whichever the registry says leads")
@@ -122,6 +129,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--hang-after-s must not be below --health-timeout-s")
         if self.tensor_parallel_size != 1:
             raise ConfigError(f"--tensor-parallel-size {self.tensor_parallel_size}: {_ONE_RANK}")
+        if shared := set(self.transfer_nics) & set(self.store_nics):
+            raise ConfigError(f"--transfer-nics and --store-nics share {', '.join(sorted(shared))}: give each its own")
+        if self.store_nics and not self.transfer_nics:
+            raise ConfigError("--store-nics without --transfer-nics: streams would use those NICs too; name theirs")
         for option, value in _values(self.extra_engine_args):
             if option in _RANK_OPTIONS and value != "1":
                 raise ConfigError(f"--extra-engine-args {option} {value}: {_ONE_RANK}")

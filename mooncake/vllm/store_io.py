@@ -64,7 +64,7 @@ class StoreIO:
         self._object_bytes = runtime.layout.bytes_per_block * self._each
         self._scratch = bytearray(self._object_bytes)
         """Gets the blocks of an object that are in the local prefix already; nobody reads it."""
-        self._scratch_address = runtime.engine.register_buffer(self._scratch)
+        self._scratch_address = runtime.store_engine.register_buffer(self._scratch)
         self._loaders = ThreadPoolExecutor(4, thread_name_prefix="mooncake-load")
         self._aborted: set[str] = set()
         self._backlog: collections.deque[tuple[StoreSave, Callable[[], None]]] = collections.deque()

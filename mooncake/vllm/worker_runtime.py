@@ -44,6 +44,8 @@ class WorkerRuntime:
         self._pinger = Pinger(engine_id)
         self.reports = Reports(self._pinger.ping)
         self.engine = TransferEngine(engine_config(config))
+        self.store_engine = self.engine if not config.store_nics else _store_engine(config)
+        """Moves store traffic; one of its own where that has NICs of its own, so that it never slows down streams."""
         self.peers = Peers(self.engine)
         self.senders = ThreadPoolExecutor(8, thread_name_prefix="mooncake-send")
         self.fencers = ThreadPoolExecutor(4, thread_name_prefix="mooncake-fence")
@@ -61,7 +63,8 @@ class WorkerRuntime:
             salt=self.config.fingerprint_salt,
         )
         for address, length in _storages(kv_caches):
-            self.engine.register_local_memory(address, length, owner=kv_caches)
+            for engine in {self.engine, self.store_engine}:
+                engine.register_local_memory(address, length, owner=kv_caches)
         self.link.send(
             WorkerHello(
                 transfer_address=self.engine.address,
@@ -96,7 +99,8 @@ class WorkerRuntime:
     def close(self) -> None:
         self.senders.shutdown(wait=False, cancel_futures=True)
         self.fencers.shutdown(wait=False, cancel_futures=True)
-        self.engine.close()
+        for engine in {self.engine, self.store_engine}:
+            engine.close()
         self.link.close()
         self._pinger.close()
 
@@ -109,6 +113,11 @@ def engine_config(config: ConnectorConfig) -> EngineConfig:
     except msgspec.ValidationError as error:
         raise ConfigError(f"kv_connector_extra_config.transfer: {error}") from error
     return msgspec.structs.replace(parsed, cluster_token=config.cluster_token.encode())
+
+
+def _store_engine(config: ConnectorConfig) -> TransferEngine:
+    changes: dict[str, Any] = {"nics": tuple(config.store_nics), "port": 0, "name": f"{config.name}-store"}
+    return TransferEngine(msgspec.structs.replace(engine_config(config), **changes))
 
 
 def _storages(kv_caches: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -19,6 +19,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     transports: Annotated[list[str], _help("ways the transfer engine may use, in order of preference")] = msgspec.field(
         default_factory=lambda: ["local", "shm", "tcp"]
     )
+    transfer_nics: Annotated[list[str], _help("NICs of the transfer engine; empty: all")] = msgspec.field(
+        default_factory=list
+    )
     heartbeat_s: Annotated[
         float, _help("time between heartbeats; well below the masters' segment_fresh_s", ge=0.05, le=60)
     ] = 1.0

@@ -25,6 +25,7 @@ class NodeSegment:
                 name=name,
                 cluster_token=cluster.cluster_token.encode(),
                 transports=tuple(config.transports),
+                nics=tuple(config.transfer_nics),
             )
         )
         self.buffer = self.engine.allocate_shared(config.segment_bytes, "mooncake-store")

@@ -15,7 +15,9 @@ from deploy.up_config import UpConfig
 from mooncake.cli import main
 from mooncake.common.errors import ConfigError
 
-WORKER = frozenset({"model", "served_model_name", "kv_cache_memory_bytes", "enforce_eager", "dtype", "max_model_len"})
+WORKER = frozenset(
+    {"model", "served_model_name", "kv_cache_memory_bytes", "enforce_eager", "dtype", "max_model_len", "transports"}
+)
 
 
 def plan(tmp_path: Path, device: Literal["cpu", "gpu"] = "cpu", **options: object) -> Plan:
@@ -61,6 +63,12 @@ def test_worker_options_and_secrets(tmp_path: Path) -> None:
 
 def command(made: Plan, name: str) -> str:
     return " ".join(next(s.command for stage in made.stages for s in stage if s.name == name))
+
+
+def test_transports_are_passed_to_workers_and_store_nodes(tmp_path: Path) -> None:
+    made = plan(tmp_path, transports=["shm", "tcp"])
+    assert all("--transports shm,tcp" in command(made, name) for name in ("prefill-0", "decode-0", "store-node-0"))
+    assert "--transports" not in command(plan(tmp_path / "other"), "prefill-0")
 
 
 def test_defaults_of_workers_depend_on_the_device(tmp_path: Path) -> None:

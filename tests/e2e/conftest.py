@@ -1,6 +1,7 @@
 """Test beds of the session: a platform and a plain vLLM with the same flags, float32, tiny model; one bed at a time.
 
-`eager` (2 prefill, 1 decode) serves all tests but those of `compiled` (1 and 1, torch.compile), which run last.
+`eager` (2 prefill, 1 decode) serves all tests but those of `compiled` (1 and 1, torch.compile), which run last. KVCache moves by
+shared memory in `eager` and by tcp in `compiled`; `--transports tcp` forces one way on every bed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from mooncake.models import resolve_model
 COMMON = ["--model", "tiny", "--dtype", "float32", "--kv-cache-bytes", str(64 << 20), "--max-model-len", "8192"]
 BEDS = {
     "eager": [*COMMON, "--prefill", "2", "--decode", "1", "--enforce-eager", "--store-bytes", str(256 << 20)],
-    "compiled": [*COMMON, "--prefill", "1", "--decode", "1", "--no-enforce-eager", "--store-bytes", str(64 << 20)],
-}
+    "compiled": [
+        *COMMON, "--prefill", "1", "--decode", "1", "--no-enforce-eager", "--store-bytes", str(64 << 20), "--transports", "tcp",
+    ],
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,8 +53,9 @@ def one_at_a_time() -> Iterator[None]:
 class Beds:
     """Starts a bed when it is asked for, and stops the one before."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, transports: str) -> None:
         self._directory = directory
+        self.transports = transports
         self._kind = ""
         self._running: tuple[Platform, PlainVLLM] | None = None
 
@@ -59,7 +63,8 @@ class Beds:
         if self._running is None or self._kind != kind:
             self.stop()
             self._kind = kind
-            platform = Platform(self._directory / kind, *BEDS[kind])
+            forced = ["--transports", self.transports] if self.transports else []
+            platform = Platform(self._directory / kind, *BEDS[kind], *forced)
             plain = PlainVLLM(
                 resolve_model("tiny"), self._directory / f"plain-{kind}.log", compile_model=kind == "compiled"
             )
@@ -79,9 +84,9 @@ class Beds:
 
 
 @pytest.fixture(scope="session")
-def beds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beds]:
+def beds(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Beds]:
     with one_at_a_time():
-        beds = Beds(tmp_path_factory.mktemp("e2e"))
+        beds = Beds(tmp_path_factory.mktemp("e2e"), pytestconfig.getoption("--transports"))
         try:
             yield beds
         finally:

@@ -98,8 +98,14 @@ def world(beds: Beds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
     try:
         cluster.start(256 << 20, "store-node-0")
         store = {"masters": cluster.masters, "local_segment": "store-node-0", "block_tokens": 256}
+        transfer = {"transports": beds.transports.split(",")} if beds.transports else {}
         engines = [
-            Engine(directory, name, connector={"host_link": host.endpoint, "store": store}, arguments=CHUNK)
+            Engine(
+                directory,
+                name,
+                arguments=CHUNK,
+                connector={"host_link": host.endpoint, "store": store, "transfer": transfer},
+            )
             for name, host in zip(("p", "d"), hosts, strict=True)
         ]
         engines.append(Engine(directory, "plain", connector=None))

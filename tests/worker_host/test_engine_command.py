@@ -99,6 +99,10 @@ def test_config_contradictions() -> None:
         engine_block_size(WorkerConfig(device="cpu", store_block_tokens=100))
     with pytest.raises(ConfigError, match="hang-after"):
         WorkerConfig(hang_after_s=5, health_timeout_s=10)
+    with pytest.raises(ConfigError, match="transfer-nics and --store-nics share mlx5_0"):
+        WorkerConfig(transfer_nics=["mlx5_0"], store_nics=["mlx5_0", "mlx5_1"])
+    with pytest.raises(ConfigError, match="store-nics without --transfer-nics"):
+        WorkerConfig(store_nics=["mlx5_1"])
     with pytest.raises(ConfigError, match="tensor-parallel-size 2: the connector does not support"):
         load(WorkerConfig, "worker", given={"tensor_parallel_size": "2"}, environ={})
     for extra in (["--seed", "0", "-tp", "2"], ["--tensor_parallel_size=4"], ["--pipeline-parallel-size", "2"]):
