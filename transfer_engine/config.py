@@ -35,6 +35,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """File with its private key (PEM, not encrypted)."""
     tls_ca: str = ""
     """File with the certificates (PEM) of the authorities whose members may connect: the cluster's own, nobody else's."""
+    tls_cert: str = ""
+    """File with this engine's certificate (PEM, chain included), for server and client use. With it, `tls_key` and `tls_ca`,
+    every connection is mutual TLS 1.3, and peers without are refused. Empty: no TLS. shm and rdma payload is never encrypted."""
+    tls_key: str = ""
+    """File with its private key (PEM, not encrypted)."""
+    tls_ca: str = ""
+    """File with the certificates (PEM) of the authorities whose members may connect: the cluster's own, nobody else's."""
     transports: tuple[str, ...] = ("local", "shm", "tcp")
     """Allowed ways, in order of preference; a single one forces it. Also limits what peers may use towards us."""
     nics: tuple[str, ...] = ()
@@ -112,6 +119,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"transfer engine: {field} must be positive, not {getattr(self, field)}")
         if self.fence_ttl_s < self.max_deadline_s:
             raise ConfigError("transfer engine: fence_ttl_s must not be below max_deadline_s")
+        if len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) > 1:
+            raise ConfigError("transfer engine: tls_cert, tls_key and tls_ca go together: set all three or none")
         if len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) > 1:
             raise ConfigError("transfer engine: tls_cert, tls_key and tls_ca go together: set all three or none")
         if not self.transports:

@@ -11,7 +11,7 @@ import threading
 import time
 
 from mooncake.common.errors import MooncakeError, Overloaded, PeerUnavailable
-from transfer_engine import handshake
+from transfer_engine import handshake, tls
 from transfer_engine.config import EngineConfig
 from transfer_engine.control import Control
 from transfer_engine.handshake import Hello, Identity
@@ -102,6 +102,7 @@ class Connections:
             want=instance_id,
             stream_id="",
             deadline=deadline,
+            security=tls.of(self._config),
         )
         try:
             record = self._peers.meet(identity)
@@ -163,6 +164,7 @@ class Connections:
                 want="",
                 stream_id="",
                 deadline=deadline,
+                security=tls.of(self._config),
             )
             sock.close()
             return True

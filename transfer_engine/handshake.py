@@ -1,8 +1,9 @@
 """Who is there: mutual proof of the cluster token, and identities, at the start of every connection.
 
-Knows: the four messages and their HMACs. Does not know: what the connection is used for afterwards. Both sides prove the
-token over both nonces and the whole transcript, so neither a replay nor a reflection works. The wire after it is not
-encrypted. A connection that has not finished within its deadline is dropped.
+Knows: the four messages and their HMACs, inside TLS where that is set. Does not know: what the connection is used for
+afterwards, certificates (tls). Both sides prove the token over both nonces, the whole transcript and the TLS session, so
+neither a replay nor a reflection nor a relay works. Without TLS the wire after it is not encrypted. A connection that has
+not finished within its deadline is dropped.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import hmac
 import os
 import socket
+import ssl
 import struct
 import time
 from typing import TypeVar
@@ -18,9 +20,14 @@ from typing import TypeVar
 import msgspec
 
 from mooncake.common.errors import AuthenticationFailed, PeerUnavailable, ProtocolViolation, TransferTimeout
+from transfer_engine import tls
+from transfer_engine.tls import Tls, TlsSocket
 
 _PREFIX = struct.Struct("<4sH")
 _MAGIC = b"MCT1"
+_TLS_HELLO = b"\x16\x03"
+_TLS_ONLY = b"tls"
+"""Said to a plain dialler instead of a Welcome by a target that has TLS. Not proven: it can only end the attempt."""
 _MAX_BYTES = 4096
 M = TypeVar("M", "Hello", "Welcome")
 
@@ -63,10 +70,17 @@ def _mac(token: bytes, label: bytes, *parts: bytes) -> bytes:
 
 
 def dial(
-    address: tuple[str, int], mine: Identity, token: bytes, *, want: str, stream_id: str, deadline: float
+    address: tuple[str, int],
+    mine: Identity,
+    token: bytes,
+    *,
+    want: str,
+    stream_id: str,
+    deadline: float,
+    security: Tls | None = None,
 ) -> tuple[socket.socket, Identity]:
-    """Connect and prove. The socket returned is blocking. Raises PeerUnavailable (also when another instance answers),
-    AuthenticationFailed, ProtocolViolation, TransferTimeout."""
+    """Connect and prove. The socket returned is blocking, or a TlsSocket. Raises PeerUnavailable (also when another instance
+    answers), AuthenticationFailed (also for a certificate, or when only one side has TLS), ProtocolViolation, TransferTimeout."""
     try:
         sock = socket.create_connection(address, timeout=_left(deadline))
     except TimeoutError as error:
@@ -74,12 +88,18 @@ def dial(
     except OSError as error:
         raise PeerUnavailable(f"cannot connect to {address[0]}:{address[1]}: {error}") from error
     try:
+        if security is not None:
+            sock = security.wrap(sock, target=False)
+            tls.shake_hands(sock, deadline)
+        bound = tls.binding(sock)
         hello = msgspec.msgpack.encode(Hello(mine, want, stream_id, os.urandom(32)))
         _send(sock, hello, deadline)
         answer = _receive(sock, deadline)
+        if answer == _TLS_ONLY and not bound:
+            raise tls.wanted(f"{address[0]}:{address[1]}")
         welcome = _decode(answer, Welcome)
         unsigned = msgspec.msgpack.encode(Welcome(welcome.identity, welcome.nonce, b"", welcome.refusal))
-        if not hmac.compare_digest(welcome.mac, _mac(token, b"target", hello, unsigned)):
+        if not hmac.compare_digest(welcome.mac, _mac(token, b"target", hello, unsigned, *bound)):
             raise AuthenticationFailed(f"{address[0]}:{address[1]} does not hold our cluster token")
         if want and welcome.identity.instance_id != want:
             raise PeerUnavailable(
@@ -87,7 +107,7 @@ def dial(
             )
         if welcome.refusal:
             raise PeerUnavailable(f"{address[0]}:{address[1]} refused: {welcome.refusal}")
-        _send(sock, _mac(token, b"initiator", hello, answer), deadline)
+        _send(sock, _mac(token, b"initiator", hello, answer, *bound), deadline)
         if _receive(sock, deadline) != b"ok":
             raise AuthenticationFailed(f"{address[0]}:{address[1]} did not accept our cluster token")
     except BaseException as error:
@@ -96,6 +116,8 @@ def dial(
             raise TransferTimeout(f"{address[0]}:{address[1]} did not finish the handshake in time") from error
         if isinstance(error, EOFError):
             raise PeerUnavailable(f"{address[0]}:{address[1]} hung up during the handshake") from error
+        if isinstance(error, ssl.SSLError):
+            raise tls.explain(f"{address[0]}:{address[1]}", error) from error
         if isinstance(error, OSError):
             raise PeerUnavailable(f"{address[0]}:{address[1]}: {error}") from error
         raise
@@ -104,18 +126,21 @@ def dial(
 
 
 def accept(sock: socket.socket, mine: Identity, token: bytes, *, refusal: str, deadline: float) -> Hello:
-    """The other side of `dial`. Returns what the dialler said, proven. Raises AuthenticationFailed, ProtocolViolation,
-    PeerUnavailable, TransferTimeout; the caller closes the socket then."""
+    """The other side of `dial`; a TlsSocket shakes its hands first. Returns what the dialler said, proven. Raises
+    AuthenticationFailed, ProtocolViolation, PeerUnavailable, TransferTimeout; the caller closes the socket then."""
     try:
+        if isinstance(sock, TlsSocket):
+            _expect_tls(sock, deadline)
+        bound = tls.binding(sock)
         raw = _receive(sock, deadline)
         hello = _decode(raw, Hello)
         if len(hello.nonce) != 32:
             raise ProtocolViolation("handshake nonce of a wrong length")
         unsigned = Welcome(mine, os.urandom(32), b"", refusal)
-        mac = _mac(token, b"target", raw, msgspec.msgpack.encode(unsigned))
+        mac = _mac(token, b"target", raw, msgspec.msgpack.encode(unsigned), *bound)
         answer = msgspec.msgpack.encode(Welcome(mine, unsigned.nonce, mac, refusal))
         _send(sock, answer, deadline)
-        if not hmac.compare_digest(_receive(sock, deadline), _mac(token, b"initiator", raw, answer)):
+        if not hmac.compare_digest(_receive(sock, deadline), _mac(token, b"initiator", raw, answer, *bound)):
             _send(sock, b"no", deadline)
             raise AuthenticationFailed("a dialler does not hold our cluster token")
         if refusal or (hello.want and hello.want != mine.instance_id):
@@ -123,14 +148,26 @@ def accept(sock: socket.socket, mine: Identity, token: bytes, *, refusal: str, d
         _send(sock, b"ok", deadline)
     except TimeoutError as error:
         raise TransferTimeout("handshake not finished in time") from error
+    except ssl.SSLError as error:
+        tls.linger(sock)
+        raise tls.explain("a dialler", error) from error
     except (OSError, EOFError) as error:
         raise PeerUnavailable(f"dialler hung up: {error}") from error
     _prepare(sock)
     return hello
 
 
+def _expect_tls(sock: TlsSocket, deadline: float) -> None:
+    sock.settimeout(_left(deadline))
+    if socket.socket.recv(sock, 1, socket.MSG_PEEK) == _MAGIC[:1]:
+        socket.socket.send(sock, _PREFIX.pack(_MAGIC, len(_TLS_ONLY)) + _TLS_ONLY)
+        tls.linger(sock)
+        raise AuthenticationFailed("a dialler came without TLS")
+    tls.shake_hands(sock, deadline)
+
+
 def _prepare(sock: socket.socket) -> None:
-    sock.settimeout(None)
+    sock.settimeout(0 if isinstance(sock, TlsSocket) else None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -158,7 +195,12 @@ def _send(sock: socket.socket, body: bytes, deadline: float) -> None:
 
 
 def _receive(sock: socket.socket, deadline: float) -> bytes:
-    magic, length = _PREFIX.unpack(_exactly(sock, _PREFIX.size, deadline))
+    prefix = _exactly(sock, _PREFIX.size, deadline)
+    magic, length = _PREFIX.unpack(prefix)
+    if prefix.startswith(_TLS_HELLO):
+        sock.sendall(b"this engine has no TLS")  # no TLS record: ends the dialler's handshake at once
+        tls.linger(sock)
+        raise AuthenticationFailed("a dialler came with TLS, which is not set up here")
     if magic != _MAGIC or length > _MAX_BYTES:
         raise ProtocolViolation(f"not a Mooncake handshake: {magic!r}")
     return _exactly(sock, length, deadline)

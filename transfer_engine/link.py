@@ -18,6 +18,7 @@ from collections.abc import Callable
 from mooncake.common.errors import MooncakeError, PeerUnavailable, ProtocolViolation, TransferTimeout
 from transfer_engine import protocol
 from transfer_engine.protocol import Reply, Request
+from transfer_engine.tls import TlsSocket
 
 Done = Callable[[Reply | MooncakeError], None]
 _MAX_PENDING = 4096
@@ -138,7 +139,7 @@ class Link:
                     view = view[self._sock.send(view, socket.MSG_NOSIGNAL) :]
                 except BlockingIOError:
                     if time.monotonic() >= deadline or not self.alive:
-                        if len(view) < len(data):
+                        if len(view) < len(data) or (isinstance(self._sock, TlsSocket) and self._sock.half_sent):
                             self.close()  # a frame was cut in half: the stream is of no use any more
                         raise TransferTimeout(f"{self._name}: the peer does not read") from None
         except OSError as error:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from mooncake.common.errors import AuthenticationFailed, MooncakeError
-from transfer_engine import handshake
+from transfer_engine import handshake, tls
 from transfer_engine.config import EngineConfig
 from transfer_engine.handshake import Hello, Identity
 from transfer_engine.segment import format_address
@@ -20,11 +20,12 @@ from transfer_engine.transports.base import Stats
 
 
 class Listener:
-    """Binds at once (OSError when it cannot); serves from `start` on."""
+    """Binds at once (OSError when it cannot, ConfigError for bad TLS files); serves from `start` on."""
 
     def __init__(self, config: EngineConfig, counters: Stats) -> None:
         self._config = config
         self._counters = counters
+        self._security = tls.of(config)
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._sock = socket.create_server((config.host, config.port), family=family, backlog=512)
         self.address = format_address(config.advertise_host or _reachable(config.host), self._sock.getsockname()[1])
@@ -65,6 +66,8 @@ class Listener:
     def _main(self, sock: socket.socket) -> None:
         try:
             full = len(self._open) > self._config.max_connections
+            if self._security is not None:
+                sock = self._under_tls(sock, self._security)
             deadline = time.monotonic() + self._config.connect_timeout_s
             hello = handshake.accept(
                 sock,
@@ -84,6 +87,14 @@ class Listener:
             with self._lock:
                 self._open.pop(sock, None)
             sock.close()
+
+    def _under_tls(self, sock: socket.socket, security: tls.Tls) -> socket.socket:
+        """The socket that takes the place of a plain one, in our table too: the old object is dead."""
+        with self._lock:
+            thread = self._open.pop(sock)
+            made = security.wrap(sock, target=True)
+            self._open[made] = thread
+            return made
 
     def stop_accepting(self) -> None:
         with self._lock:

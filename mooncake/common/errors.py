@@ -143,7 +143,7 @@ class ProtocolViolation(TransferError):
 
 
 class AuthenticationFailed(TransferError):
-    """The peer does not hold the cluster token."""
+    """The peer does not hold the cluster token, or the two do not accept each other's certificates."""
 
 
 # --- store ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.transfer_engine.certs import member
 from tests.transfer_engine.fake import ENGINES, FakeTransport
 from tests.transfer_engine.peer import Peer, _Main
 from transfer_engine import EngineConfig, Opcode, SegmentHandle, TransferEngine, TransferRequest
@@ -38,8 +39,9 @@ class Pair:
     def __init__(self, way: str) -> None:
         self.way = way
         transport = way.split("-")[0]
-        config = EngineConfig(transports=(transport,), cluster_token=TOKEN, shm_mapping=way != "shm-cma")
-        target = EngineConfig(cluster_token=TOKEN, transports=("local", "shm", "tcp"))
+        ours, theirs = (member("initiator"), member("target")) if way == "tcp-tls" else ({}, {})
+        config = EngineConfig(transports=(transport,), cluster_token=TOKEN, shm_mapping=way != "shm-cma", **ours)
+        target = EngineConfig(cluster_token=TOKEN, transports=("local", "shm", "tcp"), **theirs)
         self.target: Any = InProcess(target) if transport in ("local", "fake") else Peer(target)
         if transport == "fake":
             ENGINES[self.target.instance_id] = self.target._main.engine
@@ -57,7 +59,7 @@ class Pair:
         self.target.close()
 
 
-WAYS = ["fake", "local", "shm-mapped", "shm-cma", "tcp"]
+WAYS = ["fake", "local", "shm-mapped", "shm-cma", "tcp", "tcp-tls"]
 
 
 @pytest.fixture(scope="module", params=WAYS)

@@ -111,9 +111,6 @@ class Vector:
         return self._head_at
 
 
-Call = Callable[[int, Vector, Callable[[], None]], None]
-
-
 def send(sock_fd: int, vector: Vector, check: Callable[[], None]) -> None:
     """Send it all. Raises what `check` raises (called every tick and after every partial send), or OSError."""
     flags = socket.MSG_NOSIGNAL

@@ -12,7 +12,7 @@ import time
 import uuid
 
 from mooncake.common.errors import MooncakeError, PeerUnavailable, ProtocolViolation, TransferError, TransferTimeout
-from transfer_engine import handshake
+from transfer_engine import handshake, tls
 from transfer_engine.lanes import Job, Lane, Slice
 from transfer_engine.protocol import Ping, StreamClose
 from transfer_engine.segment import Session, parse_address
@@ -232,7 +232,7 @@ class _Worker:
             stream_id = uuid.uuid4().hex
             sock, _ = handshake.dial(
                 parse_address(session.address), self.engine.identity, config.cluster_token,
-                want=session.instance_id, stream_id=stream_id, deadline=deadline,
+                want=session.instance_id, stream_id=stream_id, deadline=deadline, security=tls.of(config),
             )  # fmt: skip
         except TransferTimeout as error:
             if deadline == submission.deadline:

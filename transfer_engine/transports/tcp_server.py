@@ -8,7 +8,6 @@ so that the connection stays usable; what it cannot parse ends the connection, n
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 import time
@@ -23,7 +22,7 @@ from transfer_engine.fence import FenceTable, Key
 from transfer_engine.memory import RegionTable
 from transfer_engine.protocol import FrameHeader
 from transfer_engine.slices import U64
-from transfer_engine.transports import sysio
+from transfer_engine.transports import sysio, tls_io
 from transfer_engine.transports.base import Stats
 
 _SCRATCH_BYTES = 1 << 20
@@ -50,7 +49,7 @@ class ServedStream:
     def __init__(self, sock: socket.socket, peer: str, engine: Target) -> None:
         sysio.tune(sock, engine.config.socket_buffer_bytes)
         self._sock = sock
-        self._fd = sock.fileno()
+        self._path = tls_io.data_path(sock)
         self._peer = peer
         self._regions = engine.memory
         self._fences = engine.incoming
@@ -70,14 +69,12 @@ class ServedStream:
         return self._ended.wait(timeout_s)
 
     def run(self) -> None:
-        idle = select.poll()
-        idle.register(self._fd, select.POLLIN)
         head = bytearray(protocol.HEADER_BYTES)
         whole_head = sysio.Vector.of(head)
         try:
             while not self._stopping:
-                idle.poll()
-                self._run(whole_head.again(), sysio.receive)
+                self._path.idle()
+                self._run(whole_head.again(), self._path.receive)
                 header = protocol.decode_header(head)
                 if header.kind not in (protocol.WRITE, protocol.READ):
                     raise ProtocolViolation("an initiator sent an answer frame")
@@ -96,7 +93,7 @@ class ServedStream:
 
     def _table(self, header: FrameHeader) -> U64:
         raw = bytearray(16 * header.count)
-        self._run(sysio.Vector.of(raw), sysio.receive)
+        self._run(sysio.Vector.of(raw), self._path.receive)
         table = protocol.as_table(raw)
         protocol.check_table(table, header.total)
         return table
@@ -125,7 +122,7 @@ class ServedStream:
             return cancelled
         self._key = key
         try:
-            self._run(vector, sysio.receive)
+            self._run(vector, self._path.receive)
         except _Fenced:
             return cancelled
         finally:
@@ -145,24 +142,24 @@ class ServedStream:
             array = np.frombuffer(head, np.uint8)
             address = np.concatenate((np.array([array.ctypes.data], np.uint64), table[:, 0]))
             length = np.concatenate((np.array([len(head)], np.uint64), table[:, 1]))
-            self._run(sysio.Vector(address, length, array), sysio.send)
+            self._run(sysio.Vector(address, length, array), self._path.send)
         finally:
             self._regions.release(hold)
         self._counters.add(served_read_bytes=header.total)
 
     def _answer(self, header: FrameHeader) -> None:
-        self._run(sysio.Vector.of(bytearray(header.encode())), sysio.send)
+        self._run(sysio.Vector.of(bytearray(header.encode())), self._path.send)
 
     def _discard(self, count: int) -> None:
         scratch = np.empty(min(count, _SCRATCH_BYTES), np.uint8)
         while count:
             part = min(count, len(scratch))
-            self._run(sysio.Vector.of(scratch, part), sysio.receive)
+            self._run(sysio.Vector.of(scratch, part), self._path.receive)
             count -= part
 
-    def _run(self, vector: sysio.Vector, call: sysio.Call) -> None:
+    def _run(self, vector: sysio.Vector, call: tls_io.Call) -> None:
         self._vector, self._left, self._moved_at = vector, vector.left, time.monotonic()
-        call(self._fd, vector, self._check)
+        call(vector, self._check)
 
     def _check(self) -> None:
         now = time.monotonic()

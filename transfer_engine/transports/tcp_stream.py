@@ -20,7 +20,7 @@ from transfer_engine import protocol
 from transfer_engine.lanes import Slice
 from transfer_engine.protocol import FrameHeader
 from transfer_engine.slices import coalesce_one
-from transfer_engine.transports import sysio
+from transfer_engine.transports import sysio, tls_io
 from transfer_engine.types import Opcode
 
 PATIENCE = 4
@@ -54,7 +54,7 @@ class TcpStream:
     ) -> None:
         sysio.tune(sock, buffer_bytes)
         self._sock = sock
-        self._fd = sock.fileno()
+        self._path = tls_io.data_path(sock)
         self.stream_id = stream_id
         self.window: deque[Outstanding] = deque()
         self.closing = False
@@ -90,11 +90,11 @@ class TcpStream:
         if write:
             source, lengths = coalesce_one(columns.local, columns.length)
             first, size = np.concatenate((first, source)), np.concatenate((size, lengths))
-        self._run(sysio.Vector(first, size, array), sysio.send)
+        self._run(sysio.Vector(first, size, array), self._path.send)
 
     def receive(self) -> tuple[Outstanding, MooncakeError | None]:
         """The oldest frame's answer; READ data lands in local memory. Raises like `send`, and ProtocolViolation."""
-        self._run(self._whole_answer.again(), sysio.receive)
+        self._run(self._whole_answer.again(), self._path.receive)
         answer = protocol.decode_header(self._answer)
         frame = self.window[0]
         write = frame.piece.job.opcode is Opcode.WRITE
@@ -106,14 +106,15 @@ class TcpStream:
         ):
             raise ProtocolViolation("an answer does not belong to the oldest frame")
         if expected:
-            self._run(sysio.Vector(*coalesce_one(frame.piece.columns.local, frame.piece.columns.length)), sysio.receive)
+            columns = frame.piece.columns
+            self._run(sysio.Vector(*coalesce_one(columns.local, columns.length)), self._path.receive)
         self.window.popleft()
         return frame, protocol.error_from(answer.status, "refused by the target") if answer.status else None
 
-    def _run(self, vector: sysio.Vector, call: sysio.Call) -> None:
+    def _run(self, vector: sysio.Vector, call: tls_io.Call) -> None:
         self._vector, self._left, self._moved_at = vector, vector.left, time.monotonic()
         self._patience = 0
-        call(self._fd, vector, self._check)
+        call(vector, self._check)
 
     def _check(self) -> None:
         now = time.monotonic()
