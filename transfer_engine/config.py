@@ -35,17 +35,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """File with its private key (PEM, not encrypted)."""
     tls_ca: str = ""
     """File with the certificates (PEM) of the authorities whose members may connect: the cluster's own, nobody else's."""
-    tls_cert: str = ""
-    """File with this engine's certificate (PEM, chain included), for server and client use. With it, `tls_key` and `tls_ca`,
-    every connection is mutual TLS 1.3, and peers without are refused. Empty: no TLS. shm and rdma payload is never encrypted."""
-    tls_key: str = ""
-    """File with its private key (PEM, not encrypted)."""
-    tls_ca: str = ""
-    """File with the certificates (PEM) of the authorities whose members may connect: the cluster's own, nobody else's."""
     transports: tuple[str, ...] = ("local", "shm", "tcp")
     """Allowed ways, in order of preference; a single one forces it. Also limits what peers may use towards us."""
     nics: tuple[str, ...] = ()
     """NICs that this engine may use (device names); empty: all. Disjoint sets keep two engines' traffic apart."""
+    topology_file: str = ""
+    """JSON file that overrides what sysfs says of near and far NICs (docs/transfer_engine.md, Topology); empty: none."""
     shm_mapping: bool = True
     """shm may map a peer's shared buffers; off: cross-memory attach only (tests, debugging)."""
     allow_ptracer: bool = False
@@ -119,8 +114,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"transfer engine: {field} must be positive, not {getattr(self, field)}")
         if self.fence_ttl_s < self.max_deadline_s:
             raise ConfigError("transfer engine: fence_ttl_s must not be below max_deadline_s")
-        if len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) > 1:
-            raise ConfigError("transfer engine: tls_cert, tls_key and tls_ca go together: set all three or none")
         if len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) > 1:
             raise ConfigError("transfer engine: tls_cert, tls_key and tls_ca go together: set all three or none")
         if not self.transports:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from mooncake.common.errors import ConfigError
+from transfer_engine.config import EngineConfig
 from transfer_engine.topology_sysfs import Gpu, Nic, read_gpus, read_nics, read_nodes
 
 ANY = "*"
@@ -75,6 +76,20 @@ class Topology(msgspec.Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode(self.matrix()), indent=2).decode()
 
 
+class TopologyRecord(msgspec.Struct, frozen=True):
+    """What an instance publishes of the machine that its transfer engine runs on (docs/protocol.md 2), as JSON."""
+
+    name: str
+    instance_id: str
+    role: str
+    hostname: str
+    topology: Topology
+
+
+encode_record = msgspec.json.Encoder().encode
+decode_record = msgspec.json.Decoder(TopologyRecord).decode
+
+
 def discover(sysfs: Path = Path("/sys"), override: Path | None = None) -> Topology:
     """This machine's topology. No RDMA device at all is fine: every location is there, without NICs.
     Raises ConfigError for an override file that is missing, malformed, or names a NIC that is not there."""
@@ -86,6 +101,13 @@ def discover(sysfs: Path = Path("/sys"), override: Path | None = None) -> Topolo
     locations[ANY] = Paths(tuple(nic.name for nic in nics))
     found = Topology(nics, locations)
     return found if override is None else _overridden(found, override)
+
+
+def of_engine(config: EngineConfig, sysfs: Path = Path("/sys")) -> Topology:
+    """What an engine of this configuration sees: with its override file, of its own NICs only. A NIC that sysfs does not
+    show is left out: whether verbs have it is the transport's business. Raises ConfigError as `discover` does."""
+    found = discover(sysfs, Path(config.topology_file) if config.topology_file else None)
+    return found.only([nic.name for nic in found.nics if nic.name in config.nics]) if config.nics else found
 
 
 # --- distances ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import msgspec
 from mooncake.common.election import ElectionName, Elections, LeaderRecord, Leadership
 from mooncake.common.etcd_session import EtcdSession, KeyValue
 from mooncake.common.probe import Prober
+from mooncake.common.publications import Publications
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class Registry:
             endpoints, self._prefix, ttl_s=math.ceil(lease_ttl_s), on_snapshot=self._snapshot, on_event=self._event
         )
         self._elections = Elections(self._session, self._prefix + "leaders/", self._prefix + "epochs/", self._prober)
+        self.topologies = Publications(self._session, self._prefix + "topology/")
+        """What each transfer engine's machine looks like (transfer_engine/topology.py), by instance id."""
 
     # --- life ---
 
@@ -157,11 +160,13 @@ class Registry:
             if key not in found:
                 self._event(key, None)
         self._elections.snapshot(found)
+        self.topologies.snapshot(found)
         # From here on things are awaited, and `found` may be behind the events.
         for key, value in list(self._own.items()):
             if self._needs_writing(key, value, found.get(key)):
                 await self._session.put(key, value, claimed=self._claimed)
         await self._elections.repair(found)
+        await self.topologies.repair(found)
 
     def _needs_writing(self, key: str, value: bytes, held: KeyValue | None) -> bool:
         if held is None:
@@ -178,6 +183,8 @@ class Registry:
 
     def _event(self, key: str, held: KeyValue | None) -> None:
         """One key was put (`held`) or vanished (None)."""
+        if self.topologies.event(key, held):
+            return
         if not key.startswith(self._prefix + "instances/"):
             self._elections.event(key, held)
             return
