@@ -25,6 +25,7 @@ from transfer_engine.protocol import (
     CancelGroup,
     ConnectEndpoint,
     EndpointOffer,
+    GetFirstRegion,
     GetRegions,
     Goodbye,
     NicInfo,
@@ -83,6 +84,8 @@ class Control:
                 link.reply(message_id, Reply())
             case GetRegions():
                 self._grant(link, message_id, record)
+            case GetFirstRegion():
+                link.reply(message_id, Reply(regions=describe(self._engine.memory, mappable=False)[:1]))
             case Notify(payload):
                 link.reply(message_id, self._deliver(record, payload))
             case CancelGroup(group, _):
@@ -221,7 +224,7 @@ class Control:
             self.stop_group(session.instance_id, group, lambda: None)
 
     def _mapped(self, session: Session, info: RegionInfo) -> Region:
-        region = Region(info.address, info.length, owner=info, keys=info.keys)
+        region = Region(info.address, info.length, location=info.location, owner=info, keys=info.keys)
         config, identity = self._engine.config, session.record.identity
         foreign = session.record.same_host and "shm" in identity.transports and "shm" in config.transports
         if foreign and config.shm_mapping and info.fd >= 0:

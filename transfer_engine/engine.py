@@ -23,6 +23,7 @@ from transfer_engine.batch import Batch, Submission
 from transfer_engine.config import EngineConfig
 from transfer_engine.connections import Connections
 from transfer_engine.control import Control, NotifyHandler
+from transfer_engine.device.staging import DeviceMemory
 from transfer_engine.fence import FenceTable
 from transfer_engine.handles import HandleTable
 from transfer_engine.handshake import Hello, Identity
@@ -30,7 +31,7 @@ from transfer_engine.lanes import Job
 from transfer_engine.link import Link
 from transfer_engine.memory import RegionTable
 from transfer_engine.notify import Dispatcher
-from transfer_engine.protocol import EndpointOffer, Goodbye, NicInfo, Notify
+from transfer_engine.protocol import EndpointOffer, GetFirstRegion, Goodbye, NicInfo, Notify, Reply
 from transfer_engine.registration import Registration, extent
 from transfer_engine.requests import parse
 from transfer_engine.router import Router
@@ -40,6 +41,7 @@ from transfer_engine.shared_buffer import SharedBuffer
 from transfer_engine.transports import sysio
 from transfer_engine.transports.base import Host, KeyedTransport, Stats, Transport
 from transfer_engine.transports.local import LocalTransport
+from transfer_engine.transports.rdma.transport import RdmaTransport
 from transfer_engine.transports.shm import ShmTransport
 from transfer_engine.transports.tcp import TcpTransport
 from transfer_engine.transports.tcp_server import ServedStream
@@ -55,7 +57,7 @@ from transfer_engine.work import Terms, Work, check_notify
 
 Requests = Sequence[TransferRequest] | TransferVector
 TransportFactory = Callable[[Host], Transport]
-_FACTORIES: dict[str, TransportFactory] = {"local": LocalTransport, "shm": ShmTransport, "tcp": TcpTransport}
+_FACTORIES: dict[str, TransportFactory] = {"local": LocalTransport, "shm": ShmTransport, "rdma": RdmaTransport, "tcp": TcpTransport}
 _CANCEL_GRACE_S = 0.2
 
 
@@ -74,6 +76,7 @@ class TransferEngine:
         self.instance_id = uuid.uuid4().hex
         self.counters = Stats()
         self.memory = RegionTable(config.max_regions)
+        self.devices = DeviceMemory(config, self.memory)
         self.incoming = FenceTable(config.max_fences, config.fence_ttl_s)
         self.outgoing = FenceTable(config.max_fences, config.fence_ttl_s)
         self.peers = Directory(4 * config.max_peers + config.max_connections)
@@ -93,7 +96,7 @@ class TransferEngine:
         self._callbacks = Dispatcher(f"te-callbacks-{label}", 4 * config.max_batches)
         self.connections = Connections(config, self.identity, self.peers)
         self._control = self.connections.control = Control(self)
-        self._registration = Registration(self.memory, self._control)
+        self._registration = Registration(self.memory, self._control, self.devices, config.cuda_driver)
         self._work = Work(config, self.memory, self.outgoing, self.connections, self.counters, label)
         self._transports = [factories[name](self) for name in self._names]
         self._keyed = next((t for t in self._transports if isinstance(t, KeyedTransport)), None)
@@ -132,14 +135,17 @@ class TransferEngine:
         remote_access: bool = True,
     ) -> None:
         """Make a range usable as source, and by peers as target (`remote_access`). The same range again counts up.
-        `owner` is kept alive. Raises RegionOverlap, ValueError (not a range, or not mapped)."""
+        `owner` is kept alive. `location`: `cpu`, `cpu:N` (NUMA node), `cuda:N`, or `*` to find out. GPU memory: what the
+        GPU still writes must be synchronised before it is submitted. Raises RegionOverlap, ValueError (not a range, not
+        mapped, not where it was said to be), ConfigError (`cuda:N` without a driver or such a GPU), DeviceError."""
         self._alive()
         self._registration.register(address, length, owner, location, remote_access)
 
-    def register_buffer(self, buffer: Any, *, location: str = "cpu", remote_access: bool = True) -> int:
-        """Register a writable buffer, numpy array or torch tensor (contiguous); returns its address.
-        Raises ValueError, RegionOverlap."""
-        address, length = extent(buffer)
+    def register_buffer(self, buffer: Any, *, location: str | None = None, remote_access: bool = True) -> int:
+        """Register a writable buffer, numpy array or torch tensor (contiguous, on CPU or GPU); returns its address. `location`
+        defaults to where the tensor is. Raises like `register_local_memory`."""
+        address, length, where = extent(buffer)
+        location = where if location is None else location
         self.register_local_memory(address, length, owner=buffer, location=location, remote_access=remote_access)
         return address
 
@@ -173,6 +179,19 @@ class TransferEngine:
     def segment_instance(self, handle: SegmentHandle) -> str:
         """The instance id of an open segment's peer. Raises InvalidHandle."""
         return self._segments.get(handle).instance_id
+
+    def segment_is_up(self, handle: SegmentHandle) -> bool:
+        """Whether nothing speaks against the peer: it has not closed, does not rest after a failure, and our connection to
+        it stands. Costs no round trip. Raises InvalidHandle."""
+        session = self._segments.get(handle)
+        return session.down is None and session.link is not None and session.link.alive
+
+    def first_region(self, handle: SegmentHandle, *, timeout_s: float = 2.0) -> tuple[int, int] | None:
+        """(address, bytes) of the region that the peer registered first; None when it has none. Raises InvalidHandle,
+        PeerUnavailable, TransferTimeout."""
+        deadline = time.monotonic() + timeout_s
+        reply = self._segments.get(handle).ensure_link(deadline).request(GetFirstRegion(), deadline)
+        return (reply.regions[0].address, reply.regions[0].length) if reply.regions else None
 
     def send_probe(self, address: str, *, timeout_s: float = 2.0) -> bool:
         """Whether an engine that holds our token answers there."""
@@ -357,6 +376,9 @@ class TransferEngine:
     def nics(self) -> list[NicInfo]:
         return self._keyed.nics() if self._keyed is not None else []
 
+    def learn_fences(self, session: Session, reply: Reply) -> None:
+        self._control.learn_fences(session, reply)
+
     def accept_endpoint(self, record: PeerRecord, offer: EndpointOffer) -> EndpointOffer:
         if self._keyed is None:
             raise TransferError("this engine has no NIC to connect to")
@@ -386,7 +408,7 @@ class TransferEngine:
         """Counters since the start (`<transport>_<read|write>_<bytes|slices|seconds>`, `transfers_<state>`, ...), and
         gauges: `open_*`, `live_transfers`, `regions`."""
         streams = sum(t.open_streams for t in self._transports if isinstance(t, TcpTransport))
-        return self.counters.snapshot() | {
+        return self.counters.snapshot() | self.devices.stats() | {
             "open_connections": self._listener.connections,
             "open_links": len(self.connections.links()),
             "open_sessions": len(self.connections.sessions()),

@@ -95,7 +95,7 @@ REQUEST, REPLY = 0, 1
 
 class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
     """A registered region as peers see it; `fd` (-1: none), `inode` and `file_offset` say where a peer on this host can map it;
-    `keys` are its remote keys, one per NIC in the order of `Reply.nics`."""
+    `keys` are its remote keys, one per NIC in the order of `Reply.nics`; `location` says where it lies (`cuda:N`: no CPU reaches it)."""
 
     address: int
     length: int
@@ -103,6 +103,7 @@ class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
     inode: int = 0
     file_offset: int = 0
     keys: tuple[int, ...] = ()
+    location: str = "cpu"
 
 
 class NicInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -135,6 +136,10 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 class GetRegions(msgspec.Struct, frozen=True, array_like=True, tag="regions"):
     """Asks for the region table, which grants direct access (shm, local) or access by remote keys (rdma)."""
+
+
+class GetFirstRegion(msgspec.Struct, frozen=True, array_like=True, tag="first_region"):
+    """Asks where the region that was registered first is; grants nothing. For peers without a channel of their own."""
 
 
 class Notify(msgspec.Struct, frozen=True, array_like=True, tag="notify"):
@@ -175,7 +180,7 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
     """The sender's engine has stopped all its work and closes."""
 
 
-Request = Ping | GetRegions | Notify | CancelGroup | Revoke | StreamClose | ConnectEndpoint | Goodbye
+Request = Ping | GetRegions | GetFirstRegion | Notify | CancelGroup | Revoke | StreamClose | ConnectEndpoint | Goodbye
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):

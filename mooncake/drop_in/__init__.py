@@ -1,0 +1,1 @@
+"""What the drop-in APIs are made of. Import `mooncake.engine`; docs/drop_in.md is the contract."""
