@@ -55,6 +55,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Largest slice: the unit of scheduling, of a TCP frame, and of cancelling."""
     slice_min_bytes: int = 256 << 10
     """A job is not cut into slices smaller than this."""
+    staging_buffers: int = 8
+    """Pinned host buffers of `slice_bytes` in each direction, for GPU memory that no NIC reaches; none is made without such memory."""
+    cuda_driver: str = "libcuda.so.1"
+    """Library with the CUDA driver API: a name that the loader finds, or a path. Loaded only when GPU memory is registered."""
     socket_buffer_bytes: int = 4 << 20
     """SO_SNDBUF and SO_RCVBUF of data connections."""
 
@@ -85,12 +89,50 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_retries: int = 2
     """Resubmissions of one slice after a lost connection."""
 
+    rdma_slice_bytes: int = 1 << 20
+    """Largest slice of the rdma transport: what one completion stands for, and what a failed path costs."""
+    rdma_slice_min_bytes: int = 16 << 10
+    """A job is not cut into smaller slices to use more NICs."""
+    rdma_window_bytes: int = 4 << 20
+    """Bytes posted per queue pair; what is more waits where an urgent job can overtake it."""
+    rdma_queue_depth: int = 256
+    """Work requests per queue pair."""
+    rdma_completions: int = 8192
+    """Work requests posted per NIC, hence entries of its completion queue."""
+    rdma_max_endpoints: int = 256
+    """Queue pairs opened to peers (idle ones make room, by SIEVE); four times as many are accepted from them."""
+    rdma_retry_count: int = 3
+    """Resends by the NIC after a lost packet; not 7, which some kernels take for "for ever"."""
+    rdma_timeout: int = 14
+    """How long the NIC waits for an acknowledgement: 4.096 us * 2 to this power, so 67 ms."""
+    rdma_stall_timeout_s: float = 3.0
+    """A queue pair on which nothing completes for so long is given up, whatever its NIC says."""
+    rdma_rest_s: float = 0.5
+    """First rest of a path between two NICs that failed; doubles with each failure in a row."""
+    rdma_rest_max_s: float = 30.0
+    """Longest rest of a path."""
+    rdma_traffic_class: int = 0
+    """Traffic class (DSCP in the upper six bits) of RoCE packets, for networks that keep RDMA in a queue of its own."""
+
     def __post_init__(self) -> None:
         known = {
             "port": (0, 65535),
             "streams_per_peer": (1, 64),
             "copy_threads": (1, 64),
             "slice_bytes": (4096, 1 << 30),
+            "staging_buffers": (1, 1024),
+            "rdma_slice_bytes": (4096, 1 << 30),
+            "rdma_slice_min_bytes": (4096, 1 << 30),
+            "rdma_window_bytes": (4096, 1 << 32),
+            "rdma_queue_depth": (64, 16384),
+            "rdma_completions": (256, 1 << 20),
+            "rdma_max_endpoints": (1, 65536),
+            "rdma_retry_count": (1, 6),
+            "rdma_timeout": (8, 20),
+            "rdma_stall_timeout_s": (0.1, 60.0),
+            "rdma_rest_s": (0.01, 60.0),
+            "rdma_rest_max_s": (0.01, 3600.0),
+            "rdma_traffic_class": (0, 255),
         }
         for field, (low, high) in known.items():
             if not low <= getattr(self, field) <= high:

@@ -135,6 +135,11 @@ class Connections:
             session.regions_known = False
             session.regions.revoke(0, 0, 0.0)
         record.links.discard(link)
+        if not record.links:
+            # Nobody could tell us any more to end what it opened past our fences.
+            for stream in list(record.streams.values()):
+                if stream.one_sided:
+                    stream.stop(0.0)
 
     def link_to(self, record: PeerRecord, deadline: float) -> Link:
         """Any live link with that instance, dialled if need be."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, TransferError
@@ -18,7 +17,7 @@ from transfer_engine.control import Control, ways_past_us
 from transfer_engine.handshake import Identity
 from transfer_engine.lanes import Job
 from transfer_engine.protocol import Notify, Reply
-from transfer_engine.segment import Session
+from transfer_engine.segment import Session, ask_soon
 from transfer_engine.transports.base import Transport
 from transfer_engine.types import TransferState
 
@@ -117,23 +116,7 @@ class Router:
         if not sessions:
             submission.notified(None if not submission.peers else PeerUnavailable("the session is closed"))
         for session in sessions:
-            _ask(session, message, submission.deadline, answered)
-
-
-def _ask(session: Session, message: Notify, deadline: float, answered: Callable[[Reply | MooncakeError], None]) -> None:
-    """Send without blocking this thread when the link is up and takes it."""
-
-    def send() -> None:
-        try:
-            session.ensure_link(deadline).ask(message, deadline, answered)
-        except MooncakeError as error:
-            answered(error)
-
-    link = session.link
-    if link is not None and link.alive and link.writable():
-        send()
-    else:
-        threading.Thread(target=send, name="te-notify-out", daemon=True).start()
+            ask_soon(session, message, submission.deadline, answered)
 
 
 def _session(job: Job) -> Session:

@@ -17,7 +17,7 @@ from transfer_engine.config import EngineConfig
 from transfer_engine.handshake import Identity
 from transfer_engine.link import Link
 from transfer_engine.memory import RegionTable
-from transfer_engine.protocol import NicInfo, RegionInfo
+from transfer_engine.protocol import NicInfo, RegionInfo, Reply, Request
 
 
 class Served(Protocol):
@@ -162,15 +162,32 @@ class Session:
             self._lock.release()
 
 
+def ask_soon(
+    session: Session, message: Request, deadline: float, answered: Callable[[Reply | MooncakeError], None]
+) -> None:
+    """Ask a peer without blocking this thread: at once when the link is up and takes it, else from a short-lived thread."""
+
+    def send() -> None:
+        try:
+            session.ensure_link(deadline).ask(message, deadline, answered)
+        except MooncakeError as error:
+            answered(error)
+
+    link = session.link
+    if link is not None and link.alive and link.writable():
+        send()
+    else:
+        threading.Thread(target=send, name="te-ask", daemon=True).start()
+
+
 def describe(regions: RegionTable, *, mappable: bool) -> list[RegionInfo]:
     """The table as peers see it; `mappable`: also where a peer on this host finds shared buffers."""
     infos = []
     for region in regions.regions():
         if region.remote_access and not region.closing:
             backing = region.backing if mappable and isinstance(region.backing, RegionInfo) else RegionInfo(0, 0)
-            infos.append(
-                RegionInfo(region.address, region.length, backing.fd, backing.inode, backing.file_offset, region.keys)
-            )
+            where = (backing.fd, backing.inode, backing.file_offset)
+            infos.append(RegionInfo(region.address, region.length, *where, region.keys, region.location))
     return infos
 
 

@@ -46,6 +46,21 @@ def split(columns: Columns, piece_bytes: int) -> Columns:
     )
 
 
+def split_at(columns: Columns, borders: U64) -> Columns:
+    """Pieces whose local range crosses one of the ascending `borders` become several. Does not mutate."""
+    first = np.searchsorted(borders, columns.local, side="right")
+    last = np.searchsorted(borders, columns.local + columns.length - np.uint64(1), side="right")
+    counts = last - first + 1
+    if int(counts.max(initial=1)) == 1:
+        return columns
+    row = np.repeat(np.arange(len(counts)), counts)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    low, high = columns.local[row], (columns.local + columns.length)[row]
+    start: U64 = np.where(nth == 0, low, borders[np.maximum(first[row] + nth - 1, 0)])
+    stop = np.where(nth == counts[row] - 1, high, borders[np.minimum(first[row] + nth, len(borders) - 1)])
+    return Columns(start, columns.remote[row] + (start - low), stop - start, columns.index[row])
+
+
 def cut(length: U64, slice_bytes: int, max_pieces: int) -> list[int]:
     """Bounds of slices over pieces: slice k is [bounds[k], bounds[k+1]). Each holds at most `max_pieces` pieces and, unless it is
     a single piece, at most `slice_bytes` bytes."""

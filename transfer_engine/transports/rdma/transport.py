@@ -1,0 +1,202 @@
+"""Transport `rdma`: one-sided reads and writes by the NICs, over as many of them as there are (paper 3.2.2).
+
+Knows: the engine's seam: what is claimed, how jobs are cut, registration with every NIC, opening and closing devices. Does not
+know: scheduling, faults (scheduler, lifecycle). docs/transfer_engine.md states the rules.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path as File
+
+import numpy as np
+
+from mooncake.common.errors import MooncakeError, TransferError
+from transfer_engine import topology
+from transfer_engine.config import EngineConfig
+from transfer_engine.lanes import Job
+from transfer_engine.memory import Region
+from transfer_engine.protocol import EndpointOffer, NicInfo
+from transfer_engine.segment import PeerRecord, Session
+from transfer_engine.slices import Columns, slice_size, split, split_at
+from transfer_engine.topology import Topology
+from transfer_engine.topology_sysfs import Nic as TopologyNic
+from transfer_engine.transports.base import Host
+from transfer_engine.transports.rdma import verbs
+from transfer_engine.transports.rdma.device import Device
+from transfer_engine.transports.rdma.nic import CHAIN, Nic
+from transfer_engine.transports.rdma.path import Tiers
+from transfer_engine.transports.rdma.scheduler import Scheduler, location_groups
+from transfer_engine.transports.rdma.served import ServedEndpoints
+
+log = logging.getLogger(__name__)
+
+
+class RdmaTransport:
+    """Raises ConfigError for an unknown NIC in `EngineConfig.nics`, TransferError when a device cannot be opened."""
+
+    name = "rdma"
+
+    def __init__(self, engine: Host) -> None:
+        self.engine = engine
+        config = engine.config
+        self._topology = discover(config)
+        self._scheduler = Scheduler(engine, self)
+        self._nics: list[Nic] = []
+        self._registering = threading.Lock()
+        try:
+            for index, found in enumerate(self._topology.nics):
+                device = Device(found.name, found.port, config.rdma_completions)
+                self._nics.append(Nic(index, device, found.rate_bits_per_s or 1.0, self._scheduler))
+        except BaseException:
+            for nic in self._nics:
+                nic.close()
+            raise
+        places = zip(self._nics, self._topology.nics, strict=True)
+        self._infos = [nic.device.info(found.numa_node, found.rate_bits_per_s) for nic, found in places]
+        self._index = {nic.name: nic.index for nic in self._nics}
+        self._message_bytes = min(nic.device.max_message_bytes for nic in self._nics)
+        self._served = ServedEndpoints(config, engine.counters, self._nics)
+        self._scheduler.start(self._nics)
+
+    @classmethod
+    def unavailable(cls, config: EngineConfig) -> str:
+        """Why this machine cannot offer it, and the fix; "" when it can."""
+        return verbs.unavailable()
+
+    # --- registration -----------------------------------------------------------------------------------------------
+
+    def nics(self) -> list[NicInfo]:
+        return list(self._infos)
+
+    def register(self, region: Region) -> tuple[int, ...]:
+        with self._registering:
+            try:
+                return tuple(nic.device.register(region) for nic in self._nics)
+            except TransferError as error:
+                self._unregister(region)
+                if not region.location.startswith("cuda") or self.engine.identity.transports[-1] == self.name:
+                    raise
+                log.warning("GPU memory goes by other transports: %s", error)
+                return ()
+
+    def unregister(self, region: Region) -> None:
+        with self._registering:
+            self._unregister(region)
+
+    def _unregister(self, region: Region) -> None:
+        for nic in self._nics:
+            nic.device.unregister(region)
+
+    def accept(self, record: PeerRecord, offer: EndpointOffer) -> EndpointOffer:
+        return self._served.accept(record, offer)
+
+    # --- jobs -------------------------------------------------------------------------------------------------------
+
+    def claim(self, job: Job, session: Session) -> tuple[Job | None, Job | None]:
+        if "rdma" not in session.record.identity.transports or not session.regions_known or not session.nics:
+            return None, job
+        rows, regions = session.regions.rows(job.columns.remote, job.columns.length)
+        count = len(session.nics)
+        usable = {row for row in set(rows.tolist()) if row >= 0 and len(regions[row].keys) == count}
+        good = np.isin(rows, list(usable)) & self._keyed_here(job.columns)
+        if not good.any():
+            return None, job
+        if self._alternative(session) and not self._scheduler.promising(session, self._everywhere()):
+            return None, job
+        if good.all():
+            return job, None
+        return job.part(job.columns.take(good)), job.part(job.columns.take(~good))
+
+    def _keyed_here(self, columns: Columns) -> np.ndarray:
+        """Which pieces lie in memory that our NICs reach."""
+        rows, regions = self.engine.memory.rows(columns.local, columns.length)
+        without = [row for row in set(rows.tolist()) if row >= 0 and not regions[row].keys]
+        return ~np.isin(rows, without)
+
+    def submit(self, job: Job) -> None:
+        session, config = job.session, self.engine.config
+        assert isinstance(session, Session)
+        for location, columns in self._by_location(job.columns).items():
+            tiers = self._tiers(location, job.submission.nic)
+            size = slice_size(job.n_bytes, len(tiers[0]), config.rdma_slice_min_bytes, config.rdma_slice_bytes)
+            part = job.part(split(columns, min(size, self._message_bytes)))
+            part.cut(size, CHAIN)
+            if not self._scheduler.add(session, part, tiers):
+                job.submission.abort_closed()
+
+    def _by_location(self, columns: Columns) -> dict[str, Columns]:
+        rows, regions = self.engine.memory.rows(columns.local, columns.length)
+        if (rows < 0).any():  # a piece spans regions that touch: each has a key of its own
+            borders = np.array(sorted(region.address for region in regions), np.uint64)
+            columns = split_at(columns, borders)
+            rows, regions = self.engine.memory.rows(columns.local, columns.length)
+        groups = location_groups([region.location for region in regions], rows)
+        if len(groups) == 1:
+            return dict.fromkeys(groups, columns)
+        return {location: columns.take(at) for location, at in groups.items()}
+
+    def _tiers(self, location: str, hint: str) -> Tiers:
+        """Local NICs for memory at a location, best first; the hinted one before all."""
+        paths = self._topology.paths(location)
+        tiers = [[self._index[name] for name in names] for names in (paths.preferred, paths.secondary) if names]
+        listed = {index for tier in tiers for index in tier}
+        rest = [index for index in self._index.values() if index not in listed]
+        if rest:
+            tiers.append(rest)
+        if hint in self._index:
+            tiers.insert(0, [self._index[hint]])
+        return tiers
+
+    def _everywhere(self) -> Tiers:
+        return [range(len(self._nics))]
+
+    def _alternative(self, session: Session) -> bool:
+        """Whether another transport, later in the order of preference, may take the peer's jobs."""
+        mine = self.engine.identity.transports
+        return bool(set(mine[mine.index(self.name) + 1 :]) & set(session.record.identity.transports))
+
+    def elsewhere(self, job: Job, session: Session) -> bool:
+        if not self._alternative(session) or job.submission.doomed:
+            return False
+        self.engine.counters.add(rdma_reroutes=1)
+        for piece in iter(job.take, None):
+            rest = job.part(piece.columns)
+            self.engine.reroute(rest, self)
+            job.submission.return_slice()
+        return True
+
+    def peer_down(self, session: Session, error: MooncakeError) -> None:
+        self._scheduler.fail_peer(session, error)
+
+    def forget(self, session: Session) -> None:
+        self._scheduler.forget(session)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    @property
+    def open_endpoints(self) -> int:
+        return len(self._scheduler.lifecycle.endpoints) + len(self._served)
+
+    def close(self, deadline: float) -> bool:
+        self._scheduler.close()
+        while not (quiet := self._scheduler.quiet) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self._served.close()
+        for nic in self._nics:
+            if nic.stop(deadline):
+                nic.close()
+            else:
+                quiet = False
+        return quiet
+
+
+def discover(config: EngineConfig) -> Topology:
+    """The NICs that an engine of that configuration uses, in the order of its keys. Raises ConfigError."""
+    found = topology.discover(override=File(config.topology_file) if config.topology_file else None)
+    usable = verbs.load().device_names()  # a device without a provider library is in sysfs only
+    hidden = sorted(set(usable) - {nic.name for nic in found.nics})  # and in a container it may be the other way round
+    whole = Topology((*found.nics, *(TopologyNic(name=name) for name in hidden)), found.locations)
+    return whole.only(config.nics or [nic.name for nic in whole.nics if nic.name in usable])
