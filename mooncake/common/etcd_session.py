@@ -82,7 +82,8 @@ class EtcdSession:
 
     async def wait_connected(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._connected.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._connected.wait()
         return self.connected
 
     async def close(self) -> None:
@@ -223,8 +224,11 @@ class EtcdSession:
 
     async def _list_again(self) -> None:
         while True:
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes together with what it waits for, and
+            # `close` would wait for ever.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._resync.wait(), _RESYNC_EVERY_S)
+                async with asyncio.timeout(_RESYNC_EVERY_S):
+                    await self._resync.wait()
                 await asyncio.sleep(0.1)  # a burst of requests is one list
             self._resync.clear()
             await self._list()

@@ -169,7 +169,8 @@ class ConductorLink:
         self._want_snapshot = True
         while True:
             self._wake.clear()
-            await asyncio.wait_for(call.write(self._next_report()), _WRITE_TIMEOUT_S)
+            async with asyncio.timeout(_WRITE_TIMEOUT_S):  # wait_for can lose a cancellation before Python 3.12
+                await call.write(self._next_report())
             if self._draining:
                 self._told_draining.set()
             await asyncio.sleep(self._flush_s)

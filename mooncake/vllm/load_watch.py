@@ -42,4 +42,6 @@ class LoadWatch:
             await asyncio.sleep(_BUSY_S)
             if not (self.load.running or self.load.waiting):
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stirred.wait(), _IDLE_S - _BUSY_S)
+                    # Not wait_for: before Python 3.12 it can lose a cancellation, and the host would never end.
+                    async with asyncio.timeout(_IDLE_S - _BUSY_S):
+                        await self._stirred.wait()
