@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ ROLES = {
 OTHERS = {
     "up": "start a whole cluster on this machine",
     "status": "show who is in the cluster and whether all are ready",
+    "topology": "show which NICs are near which memory, here and on the cluster's machines",
     "trace": "show one request's life, layer by layer",
 }
 
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command in ROLES:
             return _role(command, arguments[1:])
         if command in OTHERS:
-            return {"up": _up, "status": _status, "trace": _trace}[command](arguments[1:])
+            return _OTHER_MAINS[command](arguments[1:])
         return _top(arguments)
     except ConfigError as error:
         print(f"mooncake {command}: {error}", file=sys.stderr)
@@ -157,14 +159,12 @@ def _up(arguments: Sequence[str]) -> int:
 
 def _status(arguments: Sequence[str]) -> int:
     parser = Parser(prog="mooncake status", description="Exit code 0: everything is ready.")
-    parser.add_argument("--etcd", default="", metavar="HOST:PORT,...", help="etcd endpoints of the cluster")
-    parser.add_argument("--cluster", default="", help="name of the cluster")
+    _cluster_options(parser)
     _look_options(parser)
     options = parser.parse_args(arguments)
     from deploy.status import main as status
 
-    etcd = [part.strip() for part in options.etcd.split(",") if part.strip()]
-    return status(etcd, options.cluster, options.run_dir, as_json=options.json)
+    return status(_split(options.etcd), options.cluster, options.run_dir, as_json=options.json)
 
 
 def _trace(arguments: Sequence[str]) -> int:
@@ -179,6 +179,30 @@ def _trace(arguments: Sequence[str]) -> int:
     return trace(options.request_id, options.gateway, options.run_dir, options.api_key, as_json=options.json)
 
 
+def _topology(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="mooncake topology", description="NICs and the memory that they are near.")
+    parser.add_argument("--sysfs", type=Path, default=Path("/sys"), metavar="DIR", help="tree to read (default /sys)")
+    parser.add_argument(
+        "--override", type=Path, default=None, metavar="FILE", help="JSON file as a role's --transfer-topology"
+    )
+    _cluster_options(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(arguments)
+    from deploy.topology import main as topology
+
+    cluster = options.cluster or os.environ.get("MOONCAKE_CLUSTER", "mooncake")
+    return topology(options.sysfs, options.override, _split(options.etcd), cluster, as_json=options.json)
+
+
+def _cluster_options(parser: Parser) -> None:
+    parser.add_argument("--etcd", default="", metavar="HOST:PORT,...", help="etcd endpoints of the cluster")
+    parser.add_argument("--cluster", default="", help="name of the cluster")
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def _look_options(parser: Parser) -> None:
     parser.add_argument("--run-dir", default="", help="folder of a `mooncake up` (default .run)")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -187,6 +211,9 @@ def _look_options(parser: Parser) -> None:
 def _load(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+_OTHER_MAINS = {"up": _up, "status": _status, "topology": _topology, "trace": _trace}
 
 
 def _port(text: str) -> int:

@@ -8,6 +8,7 @@ sysfs' files (topology_sysfs), how a NIC is used, whether one rests. A location 
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -86,7 +87,11 @@ class TopologyRecord(msgspec.Struct, frozen=True):
     topology: Topology
 
 
-encode_record = msgspec.json.Encoder().encode
+def record(name: str, instance_id: str, role: str, topology: Topology) -> bytes:
+    """This machine's TopologyRecord, encoded."""
+    return msgspec.json.encode(TopologyRecord(name, instance_id, role, socket.gethostname(), topology))
+
+
 decode_record = msgspec.json.Decoder(TopologyRecord).decode
 
 

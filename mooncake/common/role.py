@@ -90,6 +90,10 @@ class Role:
             print_ready(self.role, self.name, address, record.http_url)
             _log.info("ready", extra={"fields": {"address": address, "http_url": record.http_url}})
 
+    async def publish_topology(self, record: bytes) -> None:
+        """Shows the cluster what this role's transfer engine sees of its machine: an encoded TopologyRecord."""
+        await self.registry.topologies.publish(self.instance_id, record)
+
     async def wait_for_stop(self, *failures: asyncio.Task[Any]) -> None:
         """Returns at SIGTERM or SIGINT. Ends early with the exception of a task that failed, or when one returned."""
         stop = asyncio.create_task(self.stop.wait(), name="stop")

@@ -67,6 +67,7 @@ def connector_config(cluster: ClusterConfig, config: WorkerConfig, who: EngineId
         "name": who.name,
         "transports": config.transports,
         "nics": config.transfer_nics,
+        "topology_file": config.transfer_topology and os.path.abspath(config.transfer_topology),
     }
     return {
         "host_link": who.host_link,

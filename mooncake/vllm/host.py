@@ -40,6 +40,7 @@ from mooncake.vllm.host_link_server import HostLinkServer
 from mooncake.vllm.kv_event_socket import KVEventSocket
 from mooncake.vllm.kv_events import HeldBlocks
 from mooncake.vllm.load_watch import LoadWatch
+from transfer_engine import topology
 
 _log = logging.getLogger(__name__)
 _IPC_PATH_LIMIT = 100
@@ -223,7 +224,9 @@ class WorkerHost:
         self._start_task("health", self._health.run())
         self._start_task("Conductor", self.conductor.run())
         self.state = "ready"
-        await self._role.register(http_url=self._http.url, info=self.info)
+        role = self._role
+        await role.publish_topology(topology.record(role.name, role.instance_id, role.role, worker.topology))
+        await role.register(http_url=self._http.url, info=self.info)
 
     def _tell_load(self, load: EngineLoad, decoded: DecodeInterval | None) -> None:
         assert self.conductor is not None

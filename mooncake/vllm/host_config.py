@@ -85,6 +85,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         list[str],
         _field("NICs of store traffic, by a transfer engine of its own; empty: it shares the streams' engine and NICs"),
     ] = msgspec.field(default_factory=list)
+    transfer_topology: Annotated[
+        str, _field("JSON file that overrides which NICs are near which memory (docs/transfer_engine.md); empty: none")
+    ] = ""
     store: Annotated[bool, _field("load prefixes from and save blocks to the store pool")] = True
     store_masters: Annotated[
         list[str], _field("store masters, host:port; empty: whichever the registry says leads")

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from transfer_engine.topology import Topology
+
 
 class WorkerHello(msgspec.Struct, tag="worker_hello"):
     """The worker half has registered the KV caches: the instance can be announced."""
@@ -23,6 +25,8 @@ class WorkerHello(msgspec.Struct, tag="worker_hello"):
     block_size: int
     block_bytes: int
     """Bytes of one engine block of one layer."""
+    topology: Topology = Topology()
+    """What the streams' transfer engine sees of its machine."""
 
 
 class SchedulerHello(msgspec.Struct, tag="scheduler_hello"):

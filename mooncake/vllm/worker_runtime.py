@@ -26,6 +26,7 @@ from mooncake.vllm.traces import TraceBook
 from mooncake.vllm.waker import Pinger
 from transfer_engine.config import EngineConfig
 from transfer_engine.engine import TransferEngine
+from transfer_engine.topology import of_engine
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,10 @@ class WorkerRuntime:
         self.traces = TraceBook(self.link.send)
         self._pinger = Pinger(engine_id)
         self.reports = Reports(self._pinger.ping)
-        self.engine = TransferEngine(engine_config(config))
+        settings = engine_config(config)
+        self.topology = of_engine(settings)
+        """What the streams' engine sees of this machine."""
+        self.engine = TransferEngine(settings)
         self.store_engine = self.engine if not config.store_nics else _store_engine(config)
         """Moves store traffic; one of its own where that has NICs of its own, so that it never slows down streams."""
         self.peers = Peers(self.engine)
@@ -74,6 +78,7 @@ class WorkerRuntime:
                 num_blocks=num_blocks,
                 block_size=self.layout.block_size,
                 block_bytes=self.layout.layers[0].block_bytes,
+                topology=self.topology,
             )
         )
         _log.info(

@@ -22,6 +22,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_nics: Annotated[list[str], _help("NICs of the transfer engine; empty: all")] = msgspec.field(
         default_factory=list
     )
+    transfer_topology: Annotated[
+        str, _help("JSON file that overrides which NICs are near which memory (docs/transfer_engine.md); empty: none")
+    ] = ""
     heartbeat_s: Annotated[
         float, _help("time between heartbeats; well below the masters' segment_fresh_s", ge=0.05, le=60)
     ] = 1.0

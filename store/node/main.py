@@ -21,6 +21,7 @@ from store.node.link import MasterLink
 from store.node.metrics import NodeMetrics
 from store.node.segment import NodeSegment
 from store.node.service import NodeService
+from transfer_engine import topology
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ async def _serve(role: Role, cluster: ClusterConfig, config: NodeConfig, segment
             "segment_bytes": segment.buffer.length,
         }
         before = role.registry.instances("store-node").get(role.name)
+        await role.publish_topology(topology.record(role.name, role.instance_id, role.role, segment.topology))
         await role.register(address=address, info=info)
         usurped = asyncio.create_task(_usurped(role, before), name="usurped")
         try:

@@ -11,6 +11,7 @@ from mooncake.common.config import ClusterConfig
 from store.node.config import NodeConfig
 from store.node.manifest import Manifest, OpenPut
 from transfer_engine import EngineConfig, TransferEngine
+from transfer_engine.topology import of_engine
 
 
 class NodeSegment:
@@ -18,16 +19,17 @@ class NodeSegment:
 
     def __init__(self, cluster: ClusterConfig, config: NodeConfig, name: str) -> None:
         self.name = name
-        self.engine = TransferEngine(
-            EngineConfig(
-                host=cluster.host,
-                port=config.transfer_port,
-                name=name,
-                cluster_token=cluster.cluster_token.encode(),
-                transports=tuple(config.transports),
-                nics=tuple(config.transfer_nics),
-            )
+        settings = EngineConfig(
+            host=cluster.host,
+            port=config.transfer_port,
+            name=name,
+            cluster_token=cluster.cluster_token.encode(),
+            transports=tuple(config.transports),
+            nics=tuple(config.transfer_nics),
+            topology_file=config.transfer_topology,
         )
+        self.topology = of_engine(settings)
+        self.engine = TransferEngine(settings)
         self.buffer = self.engine.allocate_shared(config.segment_bytes, "mooncake-store")
         self.manifest = Manifest(
             self.buffer.address,

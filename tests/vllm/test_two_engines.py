@@ -18,6 +18,7 @@ def test_store_nics_get_an_engine_of_their_own(nics: list[str]) -> None:
         assert runtime.engine.config.nics == ("mlx5_0",)
         assert runtime.store_engine.config.nics == tuple(nics or ["mlx5_0"])
         assert runtime.store_engine.config.cluster_token == b"t"
+        assert "cpu:0" in runtime.topology.locations
     finally:
         runtime.close()
     assert not runtime.store_engine.stats()["open_connections"]

@@ -17,6 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from mooncake.vllm import host_link
 from tests.worker_host.stub_connector_name import FINGERPRINT
+from transfer_engine.topology import Paths, Topology
+from transfer_engine.topology_sysfs import Nic
 
 
 class Nothing(KVConnectorMetadata):
@@ -52,6 +54,7 @@ class MooncakeConnector(KVConnectorBase_V1):
                 num_blocks=first.shape[0],
                 block_size=self._block_size,
                 block_bytes=first[0].nbytes,
+                topology=Topology((Nic(name="mlx5_0"),), {"cpu:0": Paths(("mlx5_0",))}),
             )
         )
         self._send(host_link.Counters("worker", {'mooncake_connector_loads_total{result="ok"}': 3.0}))

@@ -20,6 +20,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy import topology
 from mooncake.common.auth import bearer, derive_key
 from mooncake.common.block_key import BlockKey, block_keys, root_key, unpack_keys
 from mooncake.common.registry import Registry
@@ -162,6 +163,9 @@ async def test_record(host: Host) -> None:
     assert record.info["max_model_len"] == 4096
     assert record.info["fingerprint"] == FINGERPRINT
     assert record.info["kv_capacity_tokens"] == 32768
+    (published,) = await topology.published(host.etcd.endpoints, "mooncake")
+    assert (published.name, published.instance_id, published.role) == ("prefill-0", record.instance_id, "prefill")
+    assert published.topology.matrix() == {"cpu:0": [["mlx5_0"], []]}
     async with aiohttp.ClientSession() as session:
         completions = record.info["engine_url"] + "/v1/completions"
         body = {"model": "tiny", "prompt": [1], "max_tokens": 1}
