@@ -13,9 +13,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mooncake.common.errors import NotRegistered, RegionOverlap, TransferTimeout
 from transfer_engine.slices import U64, Index
+
+HOST = -1
+"""In the place of a device's ordinal: memory that the CPU reaches."""
+
+
+def device_ordinal(location: str) -> int:
+    """N of the location `cuda:N`, HOST for every other one. A peer's malformed "cuda..." is device memory too: hands off."""
+    kind, _, number = location.partition(":")
+    if kind != "cuda":
+        return HOST
+    return int(number) if number.isdecimal() and len(number) <= 4 else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +45,34 @@ class Region:
     references: int = 1
     uses: int = 0
     closing: bool = False
+    device: int = field(init=False)
+    """Ordinal of the GPU that holds it; HOST: none."""
+
+    def __post_init__(self) -> None:
+        self.device = device_ordinal(self.location)
 
     @property
     def end(self) -> int:
         return self.address + self.length
+
+
+class Located(NamedTuple):
+    """Ranges, each wholly on one device (or HOST). Range i lies `offset[i]` bytes into range `row[i]` of those it was made from."""
+
+    address: U64
+    length: U64
+    device: Index
+    row: Index
+    offset: U64
+
+    def take(self, where: npt.NDArray[np.bool_]) -> Located:
+        return Located(self.address[where], self.length[where], self.device[where], self.row[where], self.offset[where])
+
+    def refine(self, finer: Located) -> Located:
+        """These ranges cut where `finer`, which was made from as many ranges of the same lengths, is cut."""
+        row = finer.row
+        address, offset = self.address[row] + finer.offset, self.offset[row] + finer.offset
+        return Located(address, finer.length, self.device[row], self.row[row], offset)
 
 
 class _Snapshot(NamedTuple):
@@ -44,6 +80,7 @@ class _Snapshot(NamedTuple):
     ends: U64
     regions: tuple[Region, ...]
     addresses: list[int]
+    devices: Index
 
     def row_of(self, address: int, length: int) -> int:
         """Row of the region that wholly contains a range, or -1. Much cheaper than numpy for one range."""
@@ -69,6 +106,8 @@ class RegionTable:
         self._regions: dict[int, Region] = {}
         self._leaving: set[Region] = set()
         self._all = self._remote = _snapshot([])
+        self.has_devices = False
+        """Whether any region is device memory; what transports ask before they look closer."""
         self.version = 0
 
     def add(self, region: Region) -> Region:
@@ -101,7 +140,7 @@ class RegionTable:
             self._reject_overlap(region)
 
     def _reject_overlap(self, region: Region) -> None:
-        _, ends, regions, _ = self._all
+        ends, regions = self._all.ends, self._all.regions
         at = int(np.searchsorted(ends, np.uint64(region.address), side="right"))
         if at < len(regions) and regions[at].address < region.end:
             other = regions[at]
@@ -138,7 +177,7 @@ class RegionTable:
     def hold(self, address: U64, length: U64, *, remote: bool = False) -> Hold:
         """Keep the regions of all ranges. A range may span regions that touch. Raises NotRegistered for any byte outside."""
         snapshot = self._remote if remote else self._all
-        starts, ends, regions, _ = snapshot
+        starts, ends, regions = snapshot.starts, snapshot.ends, snapshot.regions
         if len(address) == 1 and (row := snapshot.row_of(int(address[0]), int(length[0]))) >= 0:
             return self._hold((regions[row],), np.array([row]), regions)
         if len(regions) == 0:
@@ -173,14 +212,30 @@ class RegionTable:
 
     def rows(self, address: U64, length: U64) -> tuple[Index, tuple[Region, ...]]:
         """Row of the region that wholly contains each range, or -1. Holds nothing."""
-        starts, ends, regions, _ = snapshot = self._all
-        if len(address) == 1:
-            return np.array([snapshot.row_of(int(address[0]), int(length[0]))]), regions
-        if len(regions) == 0:
-            return np.full(len(address), -1, np.intp), regions
-        rows = np.searchsorted(starts, address, side="right") - 1
-        stop = address + length
-        return np.where((rows >= 0) & (stop <= ends[rows]) & (stop >= address), rows, -1), regions
+        snapshot = self._all
+        return _rows(snapshot, address, length), snapshot.regions
+
+    def locate(self, address: U64, length: U64) -> Located:
+        """Where registered ranges lie; one that spans touching regions is cut between them. Raises NotRegistered."""
+        snapshot = self._all
+        rows = _rows(snapshot, address, length)
+        if len(snapshot.devices) and (rows >= 0).all():
+            return Located(
+                address, length, snapshot.devices[rows], np.arange(len(rows)), np.zeros(len(rows), np.uint64)
+            )
+        pieces = [
+            (max(region.address, start), min(region.end, start + count), region.device, row, start)
+            for row, (start, count) in enumerate(zip(address.tolist(), length.tolist(), strict=True))
+            for region in (snapshot.regions[at] for at in _span(snapshot, start, count))
+        ]
+        first = np.array([piece[0] for piece in pieces], np.uint64)
+        return Located(
+            first,
+            np.array([piece[1] for piece in pieces], np.uint64) - first,
+            np.array([piece[2] for piece in pieces], np.intp),
+            np.array([piece[3] for piece in pieces], np.intp),
+            first - np.array([piece[4] for piece in pieces], np.uint64),
+        )
 
     def replace(self, fresh: Iterable[Region], version: int, keep: Callable[[Region, Region], bool]) -> list[Region]:
         """Make the table equal to `fresh`, keeping the known object of a range where `keep(old, new)`. Returns what left it."""
@@ -229,17 +284,29 @@ class RegionTable:
         ordered = sorted(self._regions.values(), key=lambda r: r.address)
         self._all = _snapshot(ordered)
         self._remote = _snapshot([r for r in ordered if r.remote_access])
+        self.has_devices = bool((self._all.devices != HOST).any())
 
 
 def _snapshot(ordered: list[Region]) -> _Snapshot:
     addresses = [r.address for r in ordered]
     ends = np.array([r.end for r in ordered], np.uint64)
-    return _Snapshot(np.array(addresses, np.uint64), ends, tuple(ordered), addresses)
+    devices = np.array([r.device for r in ordered], np.intp)
+    return _Snapshot(np.array(addresses, np.uint64), ends, tuple(ordered), addresses, devices)
+
+
+def _rows(snapshot: _Snapshot, address: U64, length: U64) -> Index:
+    if len(address) == 1:
+        return np.array([snapshot.row_of(int(address[0]), int(length[0]))])
+    if len(snapshot.regions) == 0:
+        return np.full(len(address), -1, np.intp)
+    rows = np.searchsorted(snapshot.starts, address, side="right") - 1
+    stop = address + length
+    return np.where((rows >= 0) & (stop <= snapshot.ends[rows]) & (stop >= address), rows, -1)
 
 
 def _span(snapshot: _Snapshot, address: int, length: int) -> list[int]:
     """Rows of the touching regions that cover the range. Raises NotRegistered."""
-    starts, _, regions, _ = snapshot
+    starts, regions = snapshot.starts, snapshot.regions
     row = int(np.searchsorted(starts, np.uint64(address), side="right")) - 1
     stop, rows = address + length, []
     at = address

@@ -13,18 +13,21 @@ from typing import Any
 import numpy as np
 
 from transfer_engine.control import Control
+from transfer_engine.device import location as locations
+from transfer_engine.device.staging import DeviceMemory
 from transfer_engine.memory import Region, RegionTable
 from transfer_engine.shared_buffer import SharedBuffer
-from transfer_engine.transports import sysio
 from transfer_engine.transports.base import KeyedTransport
 
 
 class Registration:
     """Errors are those of `TransferEngine`'s methods of the same names."""
 
-    def __init__(self, table: RegionTable, control: Control) -> None:
+    def __init__(self, table: RegionTable, control: Control, devices: DeviceMemory, cuda_driver: str) -> None:
         self._table = table
         self._control = control
+        self._devices = devices
+        self._cuda_driver = cuda_driver
         self._lock = threading.Lock()
         self._buffers: set[SharedBuffer] = set()
         self._closed = False
@@ -32,8 +35,8 @@ class Registration:
         """Gives every region its remote keys; set before the first registration."""
 
     def register(self, address: int, length: int, owner: object, location: str, remote_access: bool) -> None:
-        if length > 0 and address > 0 and address + length < 1 << 64 and not sysio.is_mapped(address, length):
-            raise ValueError(f"[{address:#x}, +{length}) is not mapped memory of this process")
+        if length > 0 and address > 0 and address + length < 1 << 64:
+            location = locations.settle(address, length, location, self._cuda_driver)
         self._add(Region(address, length, remote_access, location, owner))
 
     def _add(self, region: Region) -> None:
@@ -64,6 +67,7 @@ class Registration:
         if self.keyed is not None:
             self.keyed.unregister(region)
         self._table.remove(region)
+        self._devices.trim()
 
     def allocate_shared(self, length: int, name: str) -> SharedBuffer:
         buffer = SharedBuffer(length, name, self._release_shared)
@@ -88,18 +92,20 @@ class Registration:
         for buffer in list(self._buffers):
             buffer.close()
         self._table.clear()
+        self._devices.close()
 
 
-def extent(buffer: Any) -> tuple[int, int]:
-    """(address, bytes) of a writable contiguous buffer, numpy array or torch tensor. Raises ValueError."""
+def extent(buffer: Any) -> tuple[int, int, str]:
+    """(address, bytes, location) of a writable contiguous buffer, numpy array or torch tensor. Raises ValueError."""
     if hasattr(buffer, "data_ptr"):
         if not buffer.is_contiguous():
             raise ValueError("a tensor must be contiguous to be registered")
-        return buffer.data_ptr(), buffer.numel() * buffer.element_size()
+        location = f"cuda:{buffer.device.index}" if buffer.is_cuda else "cpu"
+        return buffer.data_ptr(), buffer.numel() * buffer.element_size(), location
     try:
         view = memoryview(buffer)
     except TypeError as error:
         raise ValueError(f"{type(buffer).__name__} is not a buffer") from error
     if view.readonly or not view.c_contiguous:
         raise ValueError("a buffer must be writable and contiguous to be registered")
-    return np.frombuffer(view, np.uint8).ctypes.data, view.nbytes
+    return np.frombuffer(view, np.uint8).ctypes.data, view.nbytes, "cpu"

@@ -138,6 +138,10 @@ class InvalidHandle(TransferError):
     code = -600
 
 
+class DeviceError(TransferError):
+    """The GPU driver refused or failed an operation on device memory."""
+
+
 class ProtocolViolation(TransferError):
     """A peer sent bytes that the protocol does not allow."""
 

@@ -13,10 +13,11 @@ from typing import Protocol, runtime_checkable
 
 from mooncake.common.errors import MooncakeError
 from transfer_engine.config import EngineConfig
+from transfer_engine.device.staging import DeviceMemory
 from transfer_engine.handshake import Identity
 from transfer_engine.lanes import Job, Slice
-from transfer_engine.memory import Region
-from transfer_engine.protocol import EndpointOffer, NicInfo
+from transfer_engine.memory import Region, RegionTable
+from transfer_engine.protocol import EndpointOffer, NicInfo, Reply
 from transfer_engine.segment import PeerRecord, Session
 
 
@@ -50,6 +51,11 @@ class Host(Protocol):
     config: EngineConfig
     identity: Identity
     counters: Stats
+    memory: RegionTable
+    devices: DeviceMemory
+
+    def learn_fences(self, session: Session, reply: Reply) -> None:
+        """Stop what a target says is cancelled, before anything is done with the rest of its reply."""
 
     def reroute(self, job: Job, after: Transport) -> None:
         """Offer (what is left of) a job to the transports that come after one in the order of preference."""
@@ -82,7 +88,8 @@ class KeyedTransport(Transport, Protocol):
     """
 
     def register(self, region: Region) -> tuple[int, ...]:
-        """Keys of a region that nobody sees yet, one per NIC of `nics`. What it raises refuses the registration."""
+        """Keys of a region that nobody sees yet, one per NIC of `nics`; none for device memory that no NIC can register
+        (`DeviceMemory.dmabuf_fd` tells how), whose jobs it must not claim. What it raises refuses the registration."""
 
     def unregister(self, region: Region) -> None:
         """Nothing uses the region any more: void its keys. Idempotent."""

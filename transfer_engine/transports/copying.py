@@ -13,13 +13,15 @@ import time
 
 import numpy as np
 
-from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, TransferError
+from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, TransferCancelled, TransferError
 from transfer_engine.config import MAX_IOV
 from transfer_engine.lanes import Job, Lane, Slice
-from transfer_engine.memory import Hold
+from transfer_engine.memory import HOST, Hold, Located
 from transfer_engine.segment import Session
-from transfer_engine.slices import slice_size
+from transfer_engine.slices import coalesce, slice_size
+from transfer_engine.transports import sysio
 from transfer_engine.transports.base import Host
+from transfer_engine.types import Opcode
 
 INLINE_BYTES = 64 << 10
 """A job up to this size is copied by the submitting thread: waking another would take longer."""
@@ -104,6 +106,20 @@ class CopyTransport:
         else:
             self.engine.counters.moved(self.name, piece, time.perf_counter() - began)
             submission.finish_slice(piece.columns.index, piece.columns.length, piece.n_bytes)
+
+    def _copy_here(self, piece: Slice, local: Located, remote: Located) -> None:
+        """Copy ranges that this process reaches, some of them device memory. Equal rows."""
+        target, source = (remote, local) if piece.job.opcode is Opcode.WRITE else (local, remote)
+        plain = (target.device == HOST) & (source.device == HOST)
+        if plain.any():
+            sysio.copy(*coalesce(target.address[plain], source.address[plain], target.length[plain]))
+        if not plain.all():
+            self.engine.devices.copy(target.take(~plain), source.take(~plain), lambda: self._go_on(piece))
+
+    def _go_on(self, piece: Slice) -> None:
+        """Asked while a slice waits for a staging buffer. Raises TransferCancelled."""
+        if self.lane.closed or piece.job.submission.stop_at <= time.monotonic():
+            raise TransferCancelled(f"{self.name}: given up")
 
     def _failed(self, piece: Slice, session: Session, error: OSError) -> None:
         submission = piece.job.submission

@@ -24,6 +24,10 @@ class LocalTransport(CopyTransport):
         return True
 
     def _copy(self, piece: Slice, session: Session, hold: Hold) -> None:
+        if self.engine.memory.has_devices or session.regions.has_devices:
+            mine = self.engine.memory.locate(piece.columns.local, piece.columns.length)
+            theirs = session.regions.locate(piece.columns.remote[mine.row] + mine.offset, mine.length)
+            return self._copy_here(piece, mine.refine(theirs), theirs)
         local, remote, length = coalesce(piece.columns.local, piece.columns.remote, piece.columns.length)
         if piece.job.opcode is Opcode.WRITE:
             sysio.copy(remote, local, length)

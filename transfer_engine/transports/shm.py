@@ -2,20 +2,22 @@
 
 Knows two ways, chosen per region: a shared buffer of the peer is mapped once and then copied to directly; any other
 registered memory is reached by cross-memory attach (process_vm_readv/writev, one copy, no help from the target). Where the
-kernel forbids both, the job goes on to the next transport. Only ranges that the peer registered are touched.
+kernel forbids both, the job goes on to the next transport, as it does for GPU memory of the peer; our own is staged. Only ranges that
+the peer registered are touched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import numpy as np
 
 from transfer_engine.lanes import Slice
-from transfer_engine.memory import Hold, Region
+from transfer_engine.memory import HOST, Hold, Located, Region
 from transfer_engine.segment import Session
 from transfer_engine.shared_buffer import Mapping
-from transfer_engine.slices import coalesce
+from transfer_engine.slices import U64, coalesce
 from transfer_engine.transports import sysio
 from transfer_engine.transports.copying import CopyTransport
 from transfer_engine.types import Opcode
@@ -30,6 +32,8 @@ class ShmTransport(CopyTransport):
 
     def usable(self, session: Session, region: object) -> bool:
         assert isinstance(region, Region)
+        if region.device != HOST:
+            return False
         return isinstance(region.backing, Mapping) or self._cross_copy_works(session)
 
     def _cross_copy_works(self, session: Session) -> bool:
@@ -49,11 +53,29 @@ class ShmTransport(CopyTransport):
         mappings = [region.backing for region in hold.regions if isinstance(region.backing, Mapping)]
         if len(mappings) == len(hold.regions):
             here = remote + (np.uint64(mappings[0].delta) if len(mappings) == 1 else _per_row(hold))
+            if self.engine.memory.has_devices:
+                mine = self.engine.memory.locate(local, length)
+                return self._copy_here(piece, mine, _on_host(here, length).refine(mine))
             local, here, length = coalesce(local, here, length)
             return sysio.copy(here, local, length) if write else sysio.copy(local, here, length)
         # Mixed slices take the way that serves both kinds of region.
+        if self.engine.memory.has_devices:
+            return self._cross_copy_staged(piece, session)
         local, remote, length = coalesce(local, remote, length)
         sysio.cross_copy(session.record.identity.pid, local, remote, length, write=write)
+
+    def _cross_copy_staged(self, piece: Slice, session: Session) -> None:
+        columns, write = piece.columns, piece.job.opcode is Opcode.WRITE
+        stage = self.engine.devices.outgoing if write else self.engine.devices.incoming
+        with contextlib.closing(stage(columns.local, columns.length, lambda: self._go_on(piece))) as parts:
+            for part in parts:
+                ranges = coalesce(part.address, columns.remote[part.row] + part.offset, part.length)
+                sysio.cross_copy(session.record.identity.pid, *ranges, write=write)
+
+
+def _on_host(address: U64, length: U64) -> Located:
+    count = len(address)
+    return Located(address, length, np.full(count, HOST), np.arange(count), np.zeros(count, np.uint64))
 
 
 def _per_row(hold: Hold) -> np.ndarray:

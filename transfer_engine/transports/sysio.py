@@ -86,6 +86,15 @@ class Vector:
         made._first = (array.ctypes.data, size)
         return made
 
+    @classmethod
+    def behind(cls, head: bytearray, payload: tuple[U64, U64] | None) -> Vector:
+        """Some Python-owned bytes, then ranges (address, length) of memory."""
+        array = np.frombuffer(head, np.uint8)
+        address, length = np.array([array.ctypes.data], np.uint64), np.array([len(head)], np.uint64)
+        if payload is not None:
+            address, length = np.concatenate((address, payload[0])), np.concatenate((length, payload[1]))
+        return cls(address, length, array)
+
     def again(self) -> Vector:
         """Ready for the same buffer once more (vectors made by `of` only)."""
         self.iov[0, 0], self.iov[0, 1] = self._first

@@ -204,7 +204,7 @@ class _Worker:
                 return stream.send(piece)
             frame, refusal = stream.receive()
         except GiveUp:
-            return self._lost(TransferError("tcp: given up"))
+            return self._lost(TransferError("tcp: given up"), piece)
         except Stalled:
             error = PeerUnavailable(f"{self.session.address}: no byte moved for {self.engine.config.stall_timeout_s} s")
             self.session.rest(error)
@@ -212,6 +212,8 @@ class _Worker:
             return self.transport.peer_down(self.session, error)
         except ProtocolViolation as error:
             return self._lost(error)
+        except TransferError as error:
+            return self._unstaged(piece or stream.window[0].piece, error)
         except OSError as error:
             return self._lost(PeerUnavailable(f"{self.session.address}: connection lost: {error}"))
         submission = frame.piece.job.submission
@@ -244,7 +246,9 @@ class _Worker:
         except MooncakeError as error:
             self._unreachable(piece, error)
             return False
-        self.stream = TcpStream(sock, stream_id, config.socket_buffer_bytes, config.stall_timeout_s, self._answers)
+        self.stream = TcpStream(
+            sock, stream_id, config.socket_buffer_bytes, config.stall_timeout_s, self._answers, self.engine.devices
+        )
         self.transport.opened(self.stream)
         self.engine.counters.add(tcp_dials=1)
         return True
@@ -254,11 +258,25 @@ class _Worker:
         piece.job.submission.fail_slice(error)
         self.transport.peer_down(self.session, error)
 
-    def _lost(self, error: MooncakeError) -> None:
-        """The stream is of no use: settle what was on it."""
+    def _unstaged(self, piece: Slice, error: TransferError) -> None:
+        """Our own memory, on a GPU, could not be read or filled. In the middle of a frame that costs the stream."""
+        assert self.stream is not None
+        frame = next((frame for frame in self.stream.window if frame.piece is piece), None)
+        quiet = True
+        if frame is not None:
+            self.stream.window.remove(frame)
+            quiet = piece.job.opcode is Opcode.READ or self._confirm(self.stream.stream_id)
+            self._lost(TransferError("tcp: the connection was given up for another slice's sake"))
+        self.engine.counters.add(device_errors=1)
+        piece.job.submission.fail_slice(error, quiesced=quiet)
+
+    def _lost(self, error: MooncakeError, unsent: Slice | None = None) -> None:
+        """The stream is of no use: settle what was on it, and what was to be sent next."""
         stream = self.stream
         assert stream is not None
         frames = list(stream.window)
+        if unsent is not None and not any(frame.piece is unsent for frame in frames):
+            frames.append(Outstanding(0, unsent, 0.0))
         stream.window.clear()
         self.drop()
         wrote = any(frame.piece.job.opcode is Opcode.WRITE for frame in frames)

@@ -15,9 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
-from mooncake.common.errors import MooncakeError, ProtocolViolation, TransferCancelled
+from mooncake.common.errors import MooncakeError, ProtocolViolation, TransferCancelled, TransferError
 from transfer_engine import protocol
 from transfer_engine.config import EngineConfig
+from transfer_engine.device.staging import DeviceMemory
 from transfer_engine.fence import FenceTable, Key
 from transfer_engine.memory import RegionTable
 from transfer_engine.protocol import FrameHeader
@@ -33,6 +34,7 @@ class Target(Protocol):
 
     config: EngineConfig
     memory: RegionTable
+    devices: DeviceMemory
     incoming: FenceTable
     counters: Stats
 
@@ -52,6 +54,7 @@ class ServedStream:
         self._path = tls_io.data_path(sock)
         self._peer = peer
         self._regions = engine.memory
+        self._devices = engine.devices
         self._fences = engine.incoming
         self._counters = engine.counters
         self._stall_timeout_s = engine.config.stall_timeout_s
@@ -60,6 +63,7 @@ class ServedStream:
         self._key: Key = (peer, 0)
         self._vector: sysio.Vector | None = None
         self._left = 0
+        self._unplaced = 0
         self._moved_at = 0.0
 
     def stop(self, timeout_s: float) -> bool:
@@ -99,7 +103,7 @@ class ServedStream:
         return table
 
     def _place(self, header: FrameHeader, table: U64) -> None:
-        vector = sysio.Vector(table[:, 0], table[:, 1])
+        self._unplaced = header.total
         status, key = 0, (self._peer, header.group)
         try:
             hold = self._regions.hold(table[:, 0], table[:, 1], remote=True)
@@ -107,28 +111,46 @@ class ServedStream:
             status = protocol.error_code(error)
         else:
             try:
-                status = self._place_fenced(vector, key)
+                status = self._place_fenced(table, key)
             finally:
                 self._regions.release(hold)
         if status:
-            self._discard(vector.left)
+            self._discard(self._unplaced)
         self._answer(FrameHeader(protocol.ACK, status, 0, header.frame_id, header.group, 0))
         if not status:
             self._counters.add(served_write_bytes=header.total)
 
-    def _place_fenced(self, vector: sysio.Vector, key: Key) -> int:
+    def _place_fenced(self, table: U64, key: Key) -> int:
         cancelled = protocol.error_code(TransferCancelled())
         if not self._fences.enter(key):
             return cancelled
         self._key = key
         try:
-            self._run(vector, self._path.receive)
+            self._place_table(table[:, 0], table[:, 1])
         except _Fenced:
             return cancelled
+        except TransferError as error:
+            self._counters.add(device_errors=1)
+            return protocol.error_code(error)
         finally:
             self._key = (self._peer, 0)
             self._fences.leave(key)
         return 0
+
+    def _place_table(self, address: U64, length: U64) -> None:
+        if not self._devices.active:
+            return self._receive(address, length)
+        with contextlib.closing(self._devices.incoming(address, length, self._go_on)) as parts:
+            for part in parts:
+                self._receive(part.address, part.length)
+
+    def _receive(self, address: U64, length: U64) -> None:
+        vector = sysio.Vector(address, length)
+        before = vector.left
+        try:
+            self._run(vector, self._path.receive)
+        finally:
+            self._unplaced -= before - vector.left
 
     def _answer_read(self, header: FrameHeader, table: U64) -> None:
         try:
@@ -139,12 +161,29 @@ class ServedStream:
             )
         try:
             head = bytearray(FrameHeader(protocol.DATA, 0, 0, header.frame_id, header.group, header.total).encode())
-            array = np.frombuffer(head, np.uint8)
-            address = np.concatenate((np.array([array.ctypes.data], np.uint64), table[:, 0]))
-            length = np.concatenate((np.array([len(head)], np.uint64), table[:, 1]))
-            self._run(sysio.Vector(address, length, array), self._path.send)
+            if self._devices.active:
+                return self._send_staged(head, header, table)
+            self._run(sysio.Vector.behind(head, (table[:, 0], table[:, 1])), self._path.send)
         finally:
             self._regions.release(hold)
+        self._counters.add(served_read_bytes=header.total)
+
+    def _send_staged(self, head: bytearray, header: FrameHeader, table: U64) -> None:
+        begun = False
+        try:
+            with contextlib.closing(self._devices.outgoing(table[:, 0], table[:, 1], self._go_on)) as parts:
+                for part in parts:
+                    vector = sysio.Vector(part.address, part.length)
+                    if not begun:
+                        vector = sysio.Vector.behind(head, (part.address, part.length))
+                    begun = True
+                    self._run(vector, self._path.send)
+        except TransferError as error:
+            self._counters.add(device_errors=1)
+            if begun:
+                raise ConnectionAbortedError("a frame could not be finished") from error
+            code = protocol.error_code(error)
+            return self._answer(FrameHeader(protocol.DATA, code, 0, header.frame_id, header.group, 0))
         self._counters.add(served_read_bytes=header.total)
 
     def _answer(self, header: FrameHeader) -> None:
@@ -166,9 +205,12 @@ class ServedStream:
         assert self._vector is not None
         if self._vector.left != self._left:
             self._left, self._moved_at = self._vector.left, now
+        self._go_on()
+        if now - self._moved_at > self._stall_timeout_s:
+            raise ConnectionAbortedError("the peer stopped in the middle of a frame")
+
+    def _go_on(self) -> None:
         if self._stopping:
             raise ConnectionAbortedError("stopped")
         if self._key[1] and self._key in self._fences:
             raise _Fenced
-        if now - self._moved_at > self._stall_timeout_s:
-            raise ConnectionAbortedError("the peer stopped in the middle of a frame")

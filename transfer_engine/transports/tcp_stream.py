@@ -2,6 +2,7 @@
 
 Knows: frames with several outstanding, when to give up. Does not know: retries, queues. Used by one thread at a time.
 Payload goes from and to registered memory directly: one gathering sendmsg per frame, one scattering recvmsg per answer.
+What lies on a GPU goes through pinned memory, part after part.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import numpy as np
 
 from mooncake.common.errors import MooncakeError, ProtocolViolation
 from transfer_engine import protocol
+from transfer_engine.device.staging import DeviceMemory
 from transfer_engine.lanes import Slice
 from transfer_engine.protocol import FrameHeader
-from transfer_engine.slices import coalesce_one
+from transfer_engine.slices import U64, coalesce_one
 from transfer_engine.transports import sysio, tls_io
 from transfer_engine.types import Opcode
 
@@ -51,6 +53,7 @@ class TcpStream:
         buffer_bytes: int,
         stall_timeout_s: float,
         still_there: Callable[[], bool],
+        devices: DeviceMemory,
     ) -> None:
         sysio.tune(sock, buffer_bytes)
         self._sock = sock
@@ -60,6 +63,7 @@ class TcpStream:
         self.closing = False
         self._stall_timeout_s = stall_timeout_s
         self._still_there = still_there
+        self._devices = devices
         self._patience = 0
         self._next_id = 1
         self._answer = bytearray(protocol.HEADER_BYTES)
@@ -69,7 +73,8 @@ class TcpStream:
         self._moved_at = 0.0
 
     def send(self, piece: Slice) -> None:
-        """Put a slice on the wire and into the window. Raises GiveUp, Stalled, OSError: the stream is of no use then."""
+        """Put a slice on the wire and into the window. Raises GiveUp, Stalled, OSError: the stream is of no use then; and
+        TransferError for memory on a GPU that could not be read: it is sound if the slice is not in the window."""
         columns, write = piece.columns, piece.job.opcode is Opcode.WRITE
         address, length = coalesce_one(columns.remote, columns.length)
         header = FrameHeader(
@@ -83,14 +88,25 @@ class TcpStream:
         table = np.empty((len(address), 2), "<u8")
         table[:, 0], table[:, 1] = address, length
         head = bytearray(header.encode() + table.tobytes())
+        if write and self._devices.active:
+            return self._send_staged(piece, head)
+        self._expect(piece)
+        payload = coalesce_one(columns.local, columns.length) if write else None
+        self._run(sysio.Vector.behind(head, payload), self._path.send)
+
+    def _send_staged(self, piece: Slice, head: bytearray) -> None:
+        columns = piece.columns
+        stage = self._devices.outgoing(columns.local, columns.length, lambda: self._stop_if_asked(piece))
+        with contextlib.closing(stage) as parts:
+            part = next(parts)
+            self._expect(piece)
+            self._run(sysio.Vector.behind(head, coalesce_one(part.address, part.length)), self._path.send)
+            for part in parts:
+                self._run(sysio.Vector(*coalesce_one(part.address, part.length)), self._path.send)
+
+    def _expect(self, piece: Slice) -> None:
         self.window.append(Outstanding(self._next_id, piece, time.perf_counter()))
         self._next_id += 1
-        array = np.frombuffer(head, np.uint8)
-        first, size = np.array([array.ctypes.data], np.uint64), np.array([len(head)], np.uint64)
-        if write:
-            source, lengths = coalesce_one(columns.local, columns.length)
-            first, size = np.concatenate((first, source)), np.concatenate((size, lengths))
-        self._run(sysio.Vector(first, size, array), self._path.send)
 
     def receive(self) -> tuple[Outstanding, MooncakeError | None]:
         """The oldest frame's answer; READ data lands in local memory. Raises like `send`, and ProtocolViolation."""
@@ -106,10 +122,20 @@ class TcpStream:
         ):
             raise ProtocolViolation("an answer does not belong to the oldest frame")
         if expected:
-            columns = frame.piece.columns
-            self._run(sysio.Vector(*coalesce_one(columns.local, columns.length)), self._path.receive)
+            self._fill(frame.piece)
         self.window.popleft()
         return frame, protocol.error_from(answer.status, "refused by the target") if answer.status else None
+
+    def _fill(self, piece: Slice) -> None:
+        address, length = piece.columns.local, piece.columns.length
+        if not self._devices.active:
+            return self._receive(address, length)
+        with contextlib.closing(self._devices.incoming(address, length, lambda: self._stop_if_asked(piece))) as parts:
+            for part in parts:
+                self._receive(part.address, part.length)
+
+    def _receive(self, address: U64, length: U64) -> None:
+        self._run(sysio.Vector(*coalesce_one(address, length)), self._path.receive)
 
     def _run(self, vector: sysio.Vector, call: tls_io.Call) -> None:
         self._vector, self._left, self._moved_at = vector, vector.left, time.monotonic()
@@ -121,13 +147,19 @@ class TcpStream:
         assert self._vector is not None
         if self._vector.left != self._left:
             self._left, self._moved_at, self._patience = self._vector.left, now, 0
-        if self.closing or any(frame.piece.job.submission.stop_at <= now for frame in self.window):
-            raise GiveUp
+        self._stop_if_asked()
         if now - self._moved_at > self._stall_timeout_s:
             self._patience += 1
             if self._patience > PATIENCE or not self._still_there():
                 raise Stalled
             self._moved_at = time.monotonic()
+
+    def _stop_if_asked(self, piece: Slice | None = None) -> None:
+        """Raises GiveUp when `piece` or something in the window must stop now."""
+        now = time.monotonic()
+        pieces = [frame.piece for frame in self.window] + ([piece] if piece else [])
+        if self.closing or any(p.job.submission.stop_at <= now for p in pieces):
+            raise GiveUp
 
     def stop(self) -> None:
         """From any thread: make the owner give up."""

@@ -1,0 +1,1 @@
+"""Memory that only a GPU can touch: the driver, pinned staging buffers, and the seam that the transports use."""
