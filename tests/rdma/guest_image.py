@@ -32,7 +32,7 @@ for d in proc sys dev; do $B mkdir -p /new/$d; $B mount --move /$d /new/$d; done
 $B mkdir -p /new/dev/shm /new/dev/pts /new/dev/hugepages
 $B mount -t tmpfs tmpfs /new/dev/shm; $B mount -t devpts devpts /new/dev/pts
 $B mount -t hugetlbfs hugetlbfs /new/dev/hugepages
-$B mount -t tmpfs tmpfs /new/run; $B mount -t tmpfs tmpfs /new/tmp; $B mkdir -p /new/run/job
+$B mount -t tmpfs tmpfs /new/run; $B mkdir -p /new/run/job
 $B mount -t 9p -o $o,cache=none job /new/run/job
 exec $B switch_root /new /bin/sh /run/job/guest.sh
 """
