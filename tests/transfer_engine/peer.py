@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import multiprocessing as mp
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.transfer_engine.gpu import Gpu
 from transfer_engine import EngineConfig, Opcode, SegmentHandle, SharedBuffer, TransferEngine, TransferRequest
 
 
@@ -45,6 +47,24 @@ class _Main:
         self.buffers[address] = buffer
         return int(address)
 
+    # --- device memory, with the driver that the config names
+
+    @functools.cached_property
+    def _gpu(self) -> Gpu:
+        return Gpu(self.engine.config.cuda_driver)
+
+    def gpu(self, method: str, *args: Any) -> Any:
+        return getattr(self._gpu, method)(*args)
+
+    def allocate_on(self, device: int, length: int) -> int:
+        address = self._gpu.allocate(length, self._gpu.ordinal(device))
+        self.engine.register_local_memory(address, length, location=f"cuda:{self._gpu.ordinal(device)}")
+        return address
+
+    def free_on(self, address: int) -> None:
+        self.engine.unregister_local_memory(address)
+        self._gpu.free(address)
+
     def _array(self, address: int) -> np.ndarray:
         base = next(a for a, b in self.buffers.items() if a <= address < a + len(self._raw(b)))
         return self._raw(self.buffers[base])[address - base :]
@@ -61,6 +81,9 @@ class _Main:
 
     def fill(self, address: int, seed: int, length: int) -> None:
         self._array(address)[:length] = np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
+
+    def write_bytes(self, address: int, content: bytes) -> None:
+        self._array(address)[: len(content)] = np.frombuffer(content, np.uint8)
 
     def unregister(self, address: int) -> None:
         buffer = self.buffers.pop(address)
