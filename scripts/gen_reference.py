@@ -29,6 +29,7 @@ from mooncake.common.config import ClusterConfig, Option, options  # noqa: E402
 from mooncake.common.metrics import start_loop_lag  # noqa: E402
 from mooncake.common.role import Role  # noqa: E402
 from mooncake.vllm.counters import METRICS, PREFIX  # noqa: E402
+from transfer_engine.metrics import PREFIX as TRANSFER_PREFIX  # noqa: E402
 
 TARGET = ROOT / "docs" / "reference.md"
 COMMON_METRICS = ("mooncake_etcd_connected", "mooncake_event_loop_lag_seconds")
@@ -56,6 +57,12 @@ Each role serves them at `/metrics` of its HTTP address (`mooncake status` shows
 
 CONNECTOR_HEAD = """\
 Served by the worker host beside its own, the sum over the engine's processes. vLLM's own `vllm:*` follow unchanged.
+"""
+
+
+TRANSFER_HEAD = """\
+A worker shows the sum over its processes' engines. "From here" counts what the engine began itself: a target does nothing per transfer, and
+knows only of tcp what passed.
 """
 
 
@@ -324,16 +331,20 @@ async def registry_of(role_name: str, fill: Callable[[Role], None]) -> Collector
 
 
 async def metrics_part() -> list[str]:
-    parts, common = [METRICS_HEAD], {}
+    parts, common, transfer = [METRICS_HEAD], {}, {}
     sections = []
     for role_name, (title, fill) in FILLERS.items():
         lines = lines_of(await registry_of(role_name, fill))
         common.update({line.name: line for line in lines if line.name in COMMON_METRICS})
-        own = [line for line in lines if line.name not in COMMON_METRICS]
+        transfer.update({line.name: line for line in lines if line.name.startswith(TRANSFER_PREFIX)})
+        own = [line for line in lines if line.name not in {*COMMON_METRICS, *transfer}]
         sections.append(f"\n## {title}\n\n{metric_table(own)}")
     parts.append(f"\n## All roles\n\n{metric_table(sorted(common.values()))}")
     connector = f"\n## Workers, from the connector inside vLLM\n\n{CONNECTOR_HEAD}\n{metric_table(connector_lines())}"
-    return [*parts, *sections, connector]
+    engine = (
+        f"\n## Transfer engine of store nodes and workers\n\n{TRANSFER_HEAD}\n{metric_table(sorted(transfer.values()))}"
+    )
+    return [*parts, *sections, connector, engine]
 
 
 def reference() -> str:

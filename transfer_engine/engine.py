@@ -406,13 +406,15 @@ class TransferEngine:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start (`<transport>_<read|write>_<bytes|slices|seconds>`, `transfers_<state>`, ...), and
-        gauges: `open_*`, `live_transfers`, `regions`."""
-        streams = sum(t.open_streams for t in self._transports if isinstance(t, TcpTransport))
+        gauges: `open_*`, `<transport>_queued_slices`, `live_transfers`, `regions`. As metrics: metrics.py."""
+        gauges: dict[str, float] = {"open_streams": 0}
+        for transport in self._transports:
+            gauges |= transport.gauges()
         return self.counters.snapshot() | self.devices.stats() | {
             "open_connections": self._listener.connections,
             "open_links": len(self.connections.links()),
             "open_sessions": len(self.connections.sessions()),
-            "open_streams": streams,
+            **gauges,
             "live_transfers": self._work.live,
             "regions": len(self.memory.regions()),
         }

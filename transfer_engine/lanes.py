@@ -62,6 +62,11 @@ class Job:
                 return None
         return piece if self.submission.start_slice() else None
 
+    @property
+    def left(self) -> int:
+        """Slices that nobody has taken."""
+        return max(0, len(self._bounds) - 1 - self._next) + len(self._again)
+
     def give_back(self, piece: Slice) -> None:
         with self._lock:
             self._again.append(piece)
@@ -102,6 +107,12 @@ class Lane:
     def idle(self) -> bool:
         """Nothing is queued (work may be in progress)."""
         return not self._heap and not self.closed
+
+    @property
+    def queued(self) -> int:
+        """Slices that no worker has taken."""
+        with self._ready:
+            return sum(job.left for _, _, job in self._heap)
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._main, name=f"{self.name}-{len(self._threads)}", daemon=True)

@@ -5,7 +5,9 @@ Knows: names, help texts, absolute values; thread-safe. Does not know: Prometheu
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 PREFIX = "mooncake_connector_"
@@ -51,6 +53,8 @@ class CounterSet:
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
+        self._source: Callable[[], Mapping[str, float]] = dict
+        self._read: Mapping[str, float] = {}
         self._changed = False
         self._lock = threading.Lock()
 
@@ -75,10 +79,15 @@ class CounterSet:
         with self._lock:
             return self._values.get(sample(name, **labels), 0)
 
+    def read_from(self, source: Callable[[], Mapping[str, float]]) -> None:
+        """Tell also what `source` says at each `take_changes`, by whole sample name: what others count (the transfer engine)."""
+        self._source = source
+
     def take_changes(self) -> dict[str, float] | None:
         """All values when anything changed since the last call, else None."""
+        read = dict(itertools.islice(self._source().items(), _MAX_SAMPLES))
         with self._lock:
-            if not self._changed:
+            if not self._changed and read == self._read:
                 return None
-            self._changed = False
-            return dict(self._values)
+            self._changed, self._read = False, read
+            return self._values | read

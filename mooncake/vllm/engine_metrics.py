@@ -1,8 +1,9 @@
 """`/metrics` of a worker host: its own metrics, the connector's counters, vLLM's own text, as one valid exposition.
 
 Knows: the text format. Only `vllm:*` families of vLLM's text pass (its process and Python families would collide with
-ours). Type and help text of a connector sample are those of counters.py; for names it lacks (a connector of another
-version) the type follows from the name. Halves that tell the same sample are added up. Does not know: HTTP.
+ours). Type and help text of a connector sample are those of counters.py, of its transfer engine's those of
+transfer_engine/metrics.py; for names that they lack (a connector of another version) the type follows from the name.
+Halves that tell the same sample are added up. Does not know: HTTP.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from collections.abc import Iterable, Mapping
 
 from mooncake.vllm.counters import METRICS
 from mooncake.vllm.counters import PREFIX as CONNECTOR_PREFIX
+from transfer_engine import metrics as transfer
 
 _UNKNOWN = "Of the connector inside vLLM's processes"
-_SAMPLE = re.compile(r'(?P<name>mooncake_connector_[a-zA-Z0-9_]+)(\{(?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\.)*",?)*\})?')
+_KNOWN = {CONNECTOR_PREFIX + name: (metric.kind, metric.help) for name, metric in METRICS.items()}
+_KNOWN |= {transfer.PREFIX + name: (metric.kind, metric.help) for name, metric in transfer.METRICS.items()}
+_SAMPLE = re.compile(
+    r'(?P<name>mooncake_(connector|transfer)_[a-zA-Z0-9_]+)(\{(?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\.)*",?)*\})?'
+)
 _ENGINE_LINE = re.compile(r"(# (HELP|TYPE) )?vllm:")
 
 
@@ -37,9 +43,9 @@ def connector_text(halves: Iterable[Mapping[str, float]]) -> str:
         families.setdefault(sample.partition("{")[0], []).append(f"{sample} {_number(values[sample])}")
     lines = []
     for name, samples in families.items():
-        known = METRICS.get(name.removeprefix(CONNECTOR_PREFIX))
-        lines.append(f"# HELP {name} {known.help if known else _UNKNOWN}")
-        lines.append(f"# TYPE {name} {known.kind if known else _type_of(name)}")
+        kind, text = _KNOWN.get(name) or (_type_of(name), _UNKNOWN)
+        lines.append(f"# HELP {name} {text}")
+        lines.append(f"# TYPE {name} {kind}")
         lines += samples
     return "\n".join(lines) + "\n" if lines else ""
 

@@ -26,6 +26,7 @@ from mooncake.vllm.traces import TraceBook
 from mooncake.vllm.waker import Pinger
 from transfer_engine.config import EngineConfig
 from transfer_engine.engine import TransferEngine
+from transfer_engine.metrics import samples
 from transfer_engine.topology import of_engine
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class WorkerRuntime:
         self.engine = TransferEngine(settings)
         self.store_engine = self.engine if not config.store_nics else _store_engine(config)
         """Moves store traffic; one of its own where that has NICs of its own, so that it never slows down streams."""
+        self.counters.read_from(lambda: samples(e.stats() for e in {self.engine, self.store_engine}))
         self.peers = Peers(self.engine)
         self.senders = ThreadPoolExecutor(8, thread_name_prefix="mooncake-send")
         self.fencers = ThreadPoolExecutor(4, thread_name_prefix="mooncake-fence")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from store.node.segment import NodeSegment
+from transfer_engine import metrics as transfer
 
 PREFIX = "mooncake_store_node_"
 
@@ -26,5 +27,6 @@ class NodeMetrics:
             "objects": ("Objects held whole", lambda: len(manifest.entries)),
             "open_puts": ("Announced writes that have not ended", lambda: len(manifest.open_puts)),
         }
+        transfer.register(registry, segment.engine.stats)
         for name, (text, value) in gauges.items():
             Gauge(PREFIX + name, text, registry=registry).set_function(value)

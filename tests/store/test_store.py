@@ -224,6 +224,7 @@ def test_metrics_and_pages(cluster: Cluster, user: User) -> None:
     assert page(cluster.roles["store-master-0"].http_url + "/get_all_segments").split() == ["node-0", "node-1"]
     node = cluster.roles["node-0"].http_url
     until(lambda: "mooncake_store_node_objects 1.0" in page(node + "/metrics"))  # once it has heard of the removals
+    assert "mooncake_transfer_regions 1.0" in page(node + "/metrics"), "its transfer engine's are there, too"
     assert '"ready": true' in page(cluster.roles["node-0"].http_url + "/ready")
 
 

@@ -49,6 +49,9 @@ class FakeTransport:
     def forget(self, session: Session) -> None:
         pass
 
+    def gauges(self) -> dict[str, float]:
+        return {}
+
     def close(self, deadline: float) -> bool:
         return True
 

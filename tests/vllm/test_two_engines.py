@@ -19,6 +19,11 @@ def test_store_nics_get_an_engine_of_their_own(nics: list[str]) -> None:
         assert runtime.store_engine.config.nics == tuple(nics or ["mlx5_0"])
         assert runtime.store_engine.config.cluster_token == b"t"
         assert "cpu:0" in runtime.topology.locations
+        told = runtime.counters.take_changes()
+        assert told is not None and told["mooncake_transfer_open_sessions"] == 0
+        runtime.store_engine.open_segment(runtime.engine.address)
+        told = runtime.counters.take_changes()
+        assert told is not None and told["mooncake_transfer_open_sessions"] == 1, "of both engines"
     finally:
         runtime.close()
     assert not runtime.store_engine.stats()["open_connections"]

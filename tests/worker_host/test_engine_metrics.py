@@ -13,6 +13,7 @@ from mooncake.common.metrics import new_registry
 from mooncake.vllm.counters import METRICS, PREFIX
 from mooncake.vllm.engine_load import EngineLoad, LoadTracker
 from mooncake.vllm.engine_metrics import connector_text, merge
+from transfer_engine import metrics as transfer
 
 VLLM = """\
 # HELP python_info Python platform information
@@ -97,6 +98,16 @@ def test_connector_metrics_bring_their_own_texts() -> None:
         assert f"# HELP {PREFIX}{name} {metric.help}\n# TYPE {PREFIX}{name} {metric.kind}\n" in text
         assert (metric.kind == "counter") == name.endswith("_total"), "as Prometheus names them"
     assert list(METRICS) == sorted(METRICS)
+
+
+def test_the_engines_of_the_transfers_bring_theirs() -> None:
+    sample = 'mooncake_transfer_bytes_total{transport="rdma",nic="mlx5_0",op="write"}'
+    families = {f.name: f for f in text_string_to_metric_families(connector_text([{sample: 2.0}, {sample: 3.0}]))}
+    (family,) = families.values()
+    assert (family.name, family.type) == ("mooncake_transfer_bytes", "counter")
+    assert family.documentation == transfer.METRICS["bytes_total"].help
+    assert family.samples[0].value == 5.0
+    assert family.samples[0].labels == {"transport": "rdma", "nic": "mlx5_0", "op": "write"}
 
 
 def test_the_page_is_valid_and_has_no_family_twice() -> None:

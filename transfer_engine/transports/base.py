@@ -76,6 +76,9 @@ class Transport(Protocol):
     def forget(self, session: Session) -> None:
         """The session is closed and idle: give up what it holds."""
 
+    def gauges(self) -> dict[str, float]:
+        """What is open and waits now, for `stats()`: `<name>_queued_slices`, `open_<what>` (places: metrics.py)."""
+
     def close(self, deadline: float) -> bool:
         """Stop; True once nothing moves any more."""
 

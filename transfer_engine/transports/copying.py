@@ -137,6 +137,9 @@ class CopyTransport:
             case _:
                 submission.fail_slice(TransferError(f"{self.name}: {error}"))
 
+    def gauges(self) -> dict[str, float]:
+        return {f"{self.name}_queued_slices": self.lane.queued}
+
     def peer_down(self, session: Session, error: MooncakeError) -> None:
         """Slices find out by themselves."""
 

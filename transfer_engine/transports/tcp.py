@@ -118,9 +118,10 @@ class TcpTransport:
         with self._lock:
             self._streams.discard(stream)
 
-    @property
-    def open_streams(self) -> int:
-        return len(self._streams)
+    def gauges(self) -> dict[str, float]:
+        with self._lock:
+            lanes = list(self._lanes.values())
+        return {"open_streams": len(self._streams), "tcp_queued_slices": sum(lane.queued for lane in lanes)}
 
     def close(self, deadline: float) -> bool:
         with self._lock:

@@ -12,8 +12,10 @@ from transfer_engine.transports.base import Stats
 PER_NIC = {
     "write_bytes": "bytes written through the NIC",
     "write_slices": "slices written through the NIC",
+    "write_seconds": "time from posting a slice to its completion, summed",
     "read_bytes": "bytes read through the NIC",
     "read_slices": "slices read through the NIC",
+    "read_seconds": "time from posting a slice to its completion, summed",
     "errors": "endpoints that broke or could not be opened, its port's failures included",
     "port_up": "times its port came back",
     "port_down": "times its port lost its link",
@@ -33,4 +35,5 @@ TOTALS = {
 def moved(counters: Stats, nic: str, piece: Slice, seconds: float) -> None:
     what = piece.job.opcode.name.lower()
     counters.moved("rdma", piece, seconds)
-    counters.add(**{f"rdma_{nic}_{what}_bytes": piece.n_bytes, f"rdma_{nic}_{what}_slices": 1})
+    per_nic = {"bytes": piece.n_bytes, "slices": 1, "seconds": seconds}
+    counters.add(**{f"rdma_{nic}_{what}_{key}": amount for key, amount in per_nic.items()})

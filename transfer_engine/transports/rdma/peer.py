@@ -37,6 +37,11 @@ class Peer:
     def head(self) -> Waiting | None:
         return self._queue[0][1] if self._queue else None
 
+    @property
+    def queued(self) -> int:
+        """Slices that are on no NIC yet."""
+        return sum(waiting.job.left for _, waiting in self._queue)
+
     def drop(self, waiting: Waiting) -> None:
         """Take the head out."""
         if self._queue and self._queue[0][1] is waiting:

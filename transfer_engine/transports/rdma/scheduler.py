@@ -80,6 +80,12 @@ class Scheduler:
             self._pump_peer(peer, now)
         return True
 
+    @property
+    def queued(self) -> int:
+        """Slices that are on no NIC yet."""
+        with self._guard:
+            return sum(peer.queued for peer in self._peers.values())
+
     def _push(self, peer: Peer, job: Job, tiers: Tiers) -> None:
         peer.push(Waiting((-job.submission.priority, next(self._order)), job, tiers))
 

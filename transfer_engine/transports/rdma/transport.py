@@ -176,9 +176,9 @@ class RdmaTransport:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    @property
-    def open_endpoints(self) -> int:
-        return len(self._scheduler.lifecycle.endpoints) + len(self._served)
+    def gauges(self) -> dict[str, float]:
+        endpoints = len(self._scheduler.lifecycle.endpoints) + len(self._served)
+        return {"open_endpoints": endpoints, "rdma_queued_slices": self._scheduler.queued}
 
     def close(self, deadline: float) -> bool:
         self._scheduler.close()
