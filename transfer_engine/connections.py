@@ -11,7 +11,7 @@ import threading
 import time
 
 from mooncake.common.errors import MooncakeError, Overloaded, PeerUnavailable
-from transfer_engine import handshake, tls
+from transfer_engine import handshake, sockets, tls
 from transfer_engine.config import EngineConfig
 from transfer_engine.control import Control
 from transfer_engine.handshake import Hello, Identity
@@ -106,10 +106,13 @@ class Connections:
         )
         try:
             record = self._peers.meet(identity)
+            link = self._link(sock, record, f"te-link-{address}")
         except MooncakeError:
-            sock.close()
+            sockets.close(sock)
             raise
-        link = self._link(sock, record, f"te-link-{address}")
+        except OSError as error:
+            sockets.close(sock)
+            raise PeerUnavailable(f"{address}: {error}") from error
         link.start()
         return link, record
 
@@ -171,7 +174,7 @@ class Connections:
                 deadline=deadline,
                 security=tls.of(self._config),
             )
-            sock.close()
+            sockets.close(sock)
             return True
         return False
 

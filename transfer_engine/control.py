@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from mooncake.common.errors import MooncakeError, Overloaded, TransferCancelled, TransferError, TransferTimeout
-from transfer_engine import protocol
+from transfer_engine import protocol, threads
 from transfer_engine.batch import Submission
 from transfer_engine.config import EngineConfig
 from transfer_engine.fence import FenceTable
@@ -162,7 +162,11 @@ class Control:
                 self._waiters.release()
             link.reply(message_id, Reply(code=code, text="still in use" if code else ""))
 
-        threading.Thread(target=wait, name="te-wait", daemon=True).start()
+        try:
+            threads.start("te-wait", wait)
+        except Overloaded as error:
+            self._waiters.release()
+            link.reply(message_id, Reply(code=protocol.error_code(error), text=str(error)))
 
     def stop_group(self, instance_id: str, group: int, stopped: Callable[[], None]) -> None:
         """Initiator side of the fence: no submission of the group towards that target runs or starts once `stopped` is called.

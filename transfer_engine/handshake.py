@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from mooncake.common.errors import AuthenticationFailed, PeerUnavailable, ProtocolViolation, TransferTimeout
-from transfer_engine import tls
+from transfer_engine import sockets, tls
 from transfer_engine.tls import Tls, TlsSocket
 
 _PREFIX = struct.Struct("<4sH")
@@ -110,8 +110,9 @@ def dial(
         _send(sock, _mac(token, b"initiator", hello, answer, *bound), deadline)
         if _receive(sock, deadline) != b"ok":
             raise AuthenticationFailed(f"{address[0]}:{address[1]} did not accept our cluster token")
+        _prepare(sock)
     except BaseException as error:
-        sock.close()
+        sockets.close(sock)
         if isinstance(error, TimeoutError):
             raise TransferTimeout(f"{address[0]}:{address[1]} did not finish the handshake in time") from error
         if isinstance(error, EOFError):
@@ -121,7 +122,6 @@ def dial(
         if isinstance(error, OSError):
             raise PeerUnavailable(f"{address[0]}:{address[1]}: {error}") from error
         raise
-    _prepare(sock)
     return sock, welcome.identity
 
 
@@ -146,6 +146,7 @@ def accept(sock: socket.socket, mine: Identity, token: bytes, *, refusal: str, d
         if refusal or (hello.want and hello.want != mine.instance_id):
             raise PeerUnavailable(refusal or "the dialler means another instance")
         _send(sock, b"ok", deadline)
+        _prepare(sock)
     except TimeoutError as error:
         raise TransferTimeout("handshake not finished in time") from error
     except ssl.SSLError as error:
@@ -153,7 +154,6 @@ def accept(sock: socket.socket, mine: Identity, token: bytes, *, refusal: str, d
         raise tls.explain("a dialler", error) from error
     except (OSError, EOFError) as error:
         raise PeerUnavailable(f"dialler hung up: {error}") from error
-    _prepare(sock)
     return hello
 
 

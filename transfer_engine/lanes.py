@@ -7,6 +7,7 @@ background saves do not hold up streams that a decoding instance waits for.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import threading
@@ -14,9 +15,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mooncake.common.errors import Overloaded
+from transfer_engine import threads
 from transfer_engine.batch import Submission
 from transfer_engine.slices import Columns, cut
-from transfer_engine.types import Opcode
+from transfer_engine.types import Opcode, TransferState
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +94,7 @@ class Lane:
 
     def push(self, job: Job, slices: int) -> bool:
         """Queue a job that was cut into `slices`. False when the lane is closed."""
+        problem = None
         with self._ready:
             if self.closed:
                 return False
@@ -99,8 +103,13 @@ class Lane:
             woken = min(wanted, self._waiting)
             self._waiting -= woken
             self._ready.notify(woken)
-            for _ in range(min(wanted - woken, self._max_workers - len(self._threads))):
-                self._start()
+            try:
+                for _ in range(min(wanted - woken, self._max_workers - len(self._threads))):
+                    self._start()
+            except Overloaded as error:
+                problem = None if self._threads else error
+        if problem is not None:
+            job.submission.abort(TransferState.FAILED, problem, 0.0)
         return True
 
     @property
@@ -115,9 +124,7 @@ class Lane:
             return sum(job.left for _, _, job in self._heap)
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._main, name=f"{self.name}-{len(self._threads)}", daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        self._threads.add(threads.start(f"{self.name}-{len(self._threads)}", self._main))
 
     def _main(self) -> None:
         try:
@@ -126,7 +133,8 @@ class Lane:
             with self._ready:
                 self._threads.discard(threading.current_thread())
                 if self._heap and not self.closed and not self._threads:
-                    self._start()
+                    with contextlib.suppress(Overloaded):  # the next push tries again; deadlines hold meanwhile
+                        self._start()
 
     def take(self, timeout_s: float) -> Slice | None:
         """The next slice of the most urgent job; None after `timeout_s` or when closed."""

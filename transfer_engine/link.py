@@ -6,7 +6,6 @@ Either end may ask; one reader thread per link. A peer that does not take our by
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import select
 import socket
@@ -15,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from mooncake.common.errors import MooncakeError, PeerUnavailable, ProtocolViolation, TransferTimeout
-from transfer_engine import protocol
+from mooncake.common.errors import MooncakeError, Overloaded, PeerUnavailable, ProtocolViolation, TransferTimeout
+from transfer_engine import protocol, sockets, threads
 from transfer_engine.protocol import Reply, Request
 from transfer_engine.tls import TlsSocket
 
@@ -52,9 +51,12 @@ class Link:
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Read on a thread of its own (the dialling side)."""
-        self.thread = threading.Thread(target=self.run, name=self._name, daemon=True)
-        self.thread.start()
+        """Read on a thread of its own (the dialling side). Raises Overloaded: the link is closed then."""
+        try:
+            self.thread = threads.start(self._name, self.run)
+        except Overloaded:
+            self._end()
+            raise
 
     def run(self) -> None:
         """Read until the link ends (the accepting side lends its thread)."""
@@ -69,9 +71,12 @@ class Link:
         except (OSError, ProtocolViolation):
             pass
         finally:
-            self.close()
-            self._sock.close()
-            self._on_closed(self)
+            self._end()
+
+    def _end(self) -> None:
+        self.close()
+        sockets.close(self._sock)
+        self._on_closed(self)
 
     def _read(self, count: int) -> bytearray:
         got = bytearray(count)
@@ -182,8 +187,7 @@ class Link:
                 return
             self.alive = False
             pending, self._pending = list(self._pending.values()), {}
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        sockets.shut(self._sock)
         for _, done in pending:
             done(PeerUnavailable(f"{self._name}: connection lost"))
 

@@ -11,6 +11,9 @@ import queue
 import threading
 from collections.abc import Callable
 
+from mooncake.common.errors import Overloaded
+from transfer_engine import threads
+
 log = logging.getLogger(__name__)
 
 
@@ -25,19 +28,21 @@ class Dispatcher:
         self._closed = False
 
     def put(self, call: Callable[[], None]) -> bool:
-        """False when full or closed."""
+        """False when full or closed, or when no thread can be had."""
         if self._closed:
             return False
         try:
+            if self._thread is None:
+                self._start()
             self._queue.put_nowait(call)
-        except queue.Full:
+        except (queue.Full, Overloaded):
             return False
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None and not self._closed:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
         return True
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threads.start(self._name, self._run)
 
     def _run(self) -> None:
         while True:

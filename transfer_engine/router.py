@@ -11,7 +11,8 @@ import threading
 import time
 from typing import Protocol
 
-from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, TransferError
+from mooncake.common.errors import MooncakeError, NotRegistered, Overloaded, PeerUnavailable, TransferError
+from transfer_engine import threads
 from transfer_engine.batch import Submission
 from transfer_engine.control import Control, ways_past_us
 from transfer_engine.handshake import Identity
@@ -67,7 +68,10 @@ class Router:
                 return _fail(job, error)
             self._control.refresh(session, fresh, submission.deadline, lambda error: self._refreshed(job, error))
 
-        threading.Thread(target=redial, name="te-redial", daemon=True).start()
+        try:
+            threads.start("te-redial", redial)
+        except Overloaded as error:
+            _fail(job, error)
 
     def _table_covers(self, job: Job, session: Session) -> bool:
         if not session.regions_known or session.link is None or not session.link.alive:

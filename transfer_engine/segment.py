@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mooncake.common.errors import MooncakeError, Overloaded, PeerUnavailable
-from transfer_engine import host
+from transfer_engine import host, threads
 from transfer_engine.config import EngineConfig
 from transfer_engine.handshake import Identity
 from transfer_engine.link import Link
@@ -176,8 +176,11 @@ def ask_soon(
     link = session.link
     if link is not None and link.alive and link.writable():
         send()
-    else:
-        threading.Thread(target=send, name="te-ask", daemon=True).start()
+        return
+    try:
+        threads.start("te-ask", send)
+    except Overloaded as error:
+        answered(error)
 
 
 def describe(regions: RegionTable, *, mappable: bool) -> list[RegionInfo]:

@@ -5,14 +5,13 @@ Knows: bounds on connections, which kind a connection is. Does not know: what co
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable
 
-from mooncake.common.errors import AuthenticationFailed, MooncakeError
-from transfer_engine import handshake, tls
+from mooncake.common.errors import AuthenticationFailed, MooncakeError, Overloaded
+from transfer_engine import handshake, sockets, threads, tls
 from transfer_engine.config import EngineConfig
 from transfer_engine.handshake import Hello, Identity
 from transfer_engine.segment import format_address
@@ -36,8 +35,7 @@ class Listener:
     def start(self, identity: Identity, serve: Callable[[socket.socket, Hello], None]) -> None:
         """`serve` gets each connection whose handshake succeeded, and closes it."""
         self._identity, self._serve = identity, serve
-        self._thread = threading.Thread(target=self._accept, name="te-accept", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("te-accept", self._accept)
 
     @property
     def connections(self) -> int:
@@ -52,20 +50,24 @@ class Listener:
                     return
                 time.sleep(0.05)  # out of descriptors: the kernel keeps the dialler waiting
                 continue
-            with self._lock:
-                full = self._closed or len(self._open) >= self._config.max_connections + 64
-                if not full:
-                    thread = threading.Thread(target=self._main, args=(sock,), name="te-served", daemon=True)
-                    self._open[sock] = thread
-            if full:
-                sock.close()
+            if not self._lend_thread(sock):
+                sockets.close(sock)
                 self._counters.add(refused_connections=1)
-            else:
-                thread.start()
+
+    def _lend_thread(self, sock: socket.socket) -> bool:
+        with self._lock:
+            if self._closed or len(self._open) >= self._config.max_connections + 64:
+                return False
+            try:
+                self._open[sock] = threads.start("te-served", lambda: self._main(sock))
+            except Overloaded:
+                return False
+            return True
 
     def _main(self, sock: socket.socket) -> None:
         try:
-            full = len(self._open) > self._config.max_connections
+            with self._lock:  # whoever lent us this thread has entered it by then
+                full = len(self._open) > self._config.max_connections
             if self._security is not None:
                 sock = self._under_tls(sock, self._security)
             deadline = time.monotonic() + self._config.connect_timeout_s
@@ -86,7 +88,7 @@ class Listener:
         finally:
             with self._lock:
                 self._open.pop(sock, None)
-            sock.close()
+            sockets.close(sock)
 
     def _under_tls(self, sock: socket.socket, security: tls.Tls) -> socket.socket:
         """The socket that takes the place of a plain one, in our table too: the old object is dead."""
@@ -99,9 +101,8 @@ class Listener:
     def stop_accepting(self) -> None:
         with self._lock:
             self._closed = True
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        sockets.shut(self._sock)
+        sockets.close(self._sock)
 
     def close(self, deadline: float) -> None:
         """End all connections and wait for their threads."""
@@ -109,8 +110,7 @@ class Listener:
         with self._lock:
             connections = list(self._open.items())
         for sock, _ in connections:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            sockets.shut(sock)
         for thread in [self._thread, *(thread for _, thread in connections)]:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from transfer_engine import threads
+
 
 class Sweeper:
     """`sweep(now)` ends what is overdue and returns the next deadline, or None when nothing waits."""
@@ -19,8 +21,7 @@ class Sweeper:
         self._changed = threading.Condition(threading.Lock())
         self._next: float | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = threads.start(name, self._run)
 
     def expect(self, deadline: float) -> None:
         """A new deadline exists."""

@@ -12,7 +12,7 @@ import time
 import uuid
 
 from mooncake.common.errors import MooncakeError, PeerUnavailable, ProtocolViolation, TransferError, TransferTimeout
-from transfer_engine import handshake, tls
+from transfer_engine import handshake, sockets, tls
 from transfer_engine.lanes import Job, Lane, Slice
 from transfer_engine.protocol import Ping, StreamClose
 from transfer_engine.segment import Session, parse_address
@@ -247,9 +247,14 @@ class _Worker:
         except MooncakeError as error:
             self._unreachable(piece, error)
             return False
-        self.stream = TcpStream(
-            sock, stream_id, config.socket_buffer_bytes, config.stall_timeout_s, self._answers, self.engine.devices
-        )
+        try:
+            self.stream = TcpStream(
+                sock, stream_id, config.socket_buffer_bytes, config.stall_timeout_s, self._answers, self.engine.devices
+            )
+        except OSError as error:
+            sockets.close(sock)
+            self._unreachable(piece, PeerUnavailable(f"{session.address}: {error}"))
+            return False
         self.transport.opened(self.stream)
         self.engine.counters.add(tcp_dials=1)
         return True

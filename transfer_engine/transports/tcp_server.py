@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from mooncake.common.errors import MooncakeError, ProtocolViolation, TransferCancelled, TransferError
-from transfer_engine import protocol
+from transfer_engine import protocol, sockets
 from transfer_engine.config import EngineConfig
 from transfer_engine.device.staging import DeviceMemory
 from transfer_engine.fence import FenceTable, Key
@@ -68,8 +68,7 @@ class ServedStream:
 
     def stop(self, timeout_s: float) -> bool:
         self._stopping = True
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        sockets.shut(self._sock)
         return self._ended.wait(timeout_s)
 
     def run(self) -> None:
@@ -93,7 +92,7 @@ class ServedStream:
             pass
         finally:
             self._ended.set()
-            self._sock.close()
+            sockets.close(self._sock)
 
     def _table(self, header: FrameHeader) -> U64:
         raw = bytearray(16 * header.count)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mooncake.common.errors import MooncakeError, ProtocolViolation
-from transfer_engine import protocol
+from transfer_engine import protocol, sockets
 from transfer_engine.device.staging import DeviceMemory
 from transfer_engine.lanes import Slice
 from transfer_engine.protocol import FrameHeader
@@ -164,10 +164,9 @@ class TcpStream:
     def stop(self) -> None:
         """From any thread: make the owner give up."""
         self.closing = True
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        sockets.shut(self._sock)
 
     def close(self) -> None:
         """By the owner only (a closed descriptor could be reused under a running call)."""
         self.stop()
-        self._sock.close()
+        sockets.close(self._sock)
