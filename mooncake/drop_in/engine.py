@@ -36,15 +36,16 @@ class TransferEngine(MemoryCalls, TransferCalls):
     @failing_with(0)
     def get_first_buffer_address(self, segment_name: str) -> int:
         """Where the peer's first registered range starts; 0 when it has none or does not answer."""
-        running = self._now
-        with running.peers.use(text(segment_name, "segment_name")) as segment:
+        name, running = text(segment_name, "segment_name"), self._now
+        with running.peers.use(name) as segment:
             found = running.engine.first_region(segment)
         return found[0] if found is not None else 0
 
     @failing_with(INVALID)
     def warmup_efa_segment(self, segment_name: str) -> int:
         """There is no EFA here; what is left of the idea is to connect before the first transfer. 0 when the peer answers."""
-        with self._now.peers.use(text(segment_name, "segment_name")):
+        name = text(segment_name, "segment_name")
+        with self._now.peers.use(name):
             return 0
 
     def get_notifies(self) -> list[TransferNotify]:

@@ -51,12 +51,14 @@ class MemoryCalls(Life):
     @failing_with(0)
     def allocate_managed_buffer(self, length: int) -> int:
         """Address of registered memory, 0 when there is none. Its peers on this host may map it."""
-        return self._now.buffers.allocate(integer(length, "length"))
+        size = integer(length, "length")
+        return self._now.buffers.allocate(size)
 
     @failing_with(INVALID)
     def free_managed_buffer(self, buffer_addr: int, length: int) -> int:
+        address = integer(buffer_addr, "buffer_addr")
         integer(length, "length")
-        self._now.buffers.free(integer(buffer_addr, "buffer_addr"))
+        self._now.buffers.free(address)
         return 0
 
     @failing_with(INVALID)
@@ -65,10 +67,12 @@ class MemoryCalls(Life):
         data = src_ptr.encode() if isinstance(src_ptr, str) else src_ptr
         if not isinstance(data, (bytes, bytearray)):
             raise TypeError(f"write_bytes_to_buffer: bytes or str are needed, not {type(src_ptr).__name__}")
-        self._now.buffers.write(integer(dest_address, "dest_address"), bytes(data), integer(length, "length"))
+        address, size = integer(dest_address, "dest_address"), integer(length, "length")
+        self._now.buffers.write(address, bytes(data), size)
         return 0
 
     @failing_with(b"")
     def read_bytes_from_buffer(self, source_address: int, length: int) -> bytes:
         """b"" when the range is not in one registered or managed buffer."""
-        return self._now.buffers.read(integer(source_address, "source_address"), integer(length, "length"))
+        address, size = integer(source_address, "source_address"), integer(length, "length")
+        return self._now.buffers.read(address, size)

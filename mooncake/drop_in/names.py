@@ -44,8 +44,8 @@ class Addresses:
         if not target.startswith("[") and head.count(":") > 1:
             target = f"[{head}]:{port}"
         host, number = split(target)
-        if not number:
-            raise ValueError(f"target {target!r} has no port: write host:port, with the peer's get_rpc_port()")
+        if not number or not head:
+            raise ValueError(f"target {target!r} is not host:port with the peer's get_rpc_port()")
         return format_address(host, number)
 
     def close(self) -> None:

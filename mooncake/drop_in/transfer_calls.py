@@ -155,7 +155,7 @@ class TransferCalls(Life):
     @failing_with(INVALID)
     def transfer_check_status(self, batch_id: int) -> int:
         """1 done, 0 running, -1 failed, -2 timed out. Anything but 0 frees the id."""
-        engine, batch = self._now.engine, BatchId(integer(batch_id, "batch_id"))
+        batch, engine = BatchId(integer(batch_id, "batch_id")), self._now.engine
         status = engine.get_batch_status(batch)
         if not status.state.terminal:
             return 0

@@ -1,4 +1,4 @@
-"""Real vLLM servers with MooncakeConnector and nothing else of the platform, for tests of the connector itself."""
+"""Real vLLM servers with a connector and nothing else of the platform, for tests of the connector itself."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ KV_BYTES = 64 << 20
 
 
 class Engine:
-    """One server. `connector=None`: a plain vLLM."""
+    """One server. `connector`: options of our connector; `transfer`: a whole `--kv-transfer-config` of another one; neither: a
+    plain vLLM. `environ` is added to the environment; `entry` is what Python runs."""
 
     def __init__(
         self, directory: Path, name: str, *, connector: dict[str, Any] | None, arguments: tuple[str, ...] = (),
-        kv_bytes: int = KV_BYTES, port: int = 0,
+        kv_bytes: int = KV_BYTES, port: int = 0, transfer: dict[str, Any] | None = None,
+        environ: dict[str, str] | None = None, entry: tuple[str, ...] = ("-m", "mooncake.vllm.engine_main"),
     ) -> None:  # fmt: skip
         self.name, self.port = name, port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"{name}.log"
         self.connector = connector
+        self._transfer, self._environ, self._entry = transfer, environ or {}, entry
         self._argv = self._command(arguments, kv_bytes)
         self.process: subprocess.Popen[bytes] | None = None
 
     def _command(self, arguments: tuple[str, ...], kv_bytes: int) -> list[str]:
         argv = [
-            sys.executable, "-m", "mooncake.vllm.engine_main", "--model", str(resolve_model("tiny")),
+            sys.executable, *self._entry, "--model", str(resolve_model("tiny")),
             "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32",
             "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(kv_bytes), "--max-model-len", "8192",
             "--disable-hybrid-kv-cache-manager", "--enable-prompt-tokens-details", *arguments,
@@ -49,13 +52,15 @@ class Engine:
                 "kv_connector_extra_config": {"name": self.name, "served_model": "tiny", **self.connector},
             }  # fmt: skip
             argv += ["--kv-transfer-config", json.dumps(transfer)]
+        elif self._transfer is not None:
+            argv += ["--kv-transfer-config", json.dumps(self._transfer)]
         return argv
 
     def start(self) -> None:
         env = os.environ | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_HOST_IP": "127.0.0.1",
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(Path(__file__).parents[2]),
-        }  # fmt: skip
+        } | self._environ  # fmt: skip
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(self._argv, env=env, stdout=out, stderr=out, start_new_session=True)
 
