@@ -9,6 +9,8 @@ import pytest
 
 from tests.etcd import Etcd
 
+pytest_plugins = ("tests.rdma.elsewhere",)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--transports", default="", help="ways KVCache may move on the test beds of tests/e2e, e.g. tcp")

@@ -118,7 +118,7 @@ def initramfs() -> Path:
     if path.exists():
         return path
     modules = module_files()
-    folders = "bin proc sys dev modules lower over new".split()
+    folders = ["bin", "proc", "sys", "dev", "modules", "lower", "over", "new"]
     entries = [(folder, 0o40755, b"") for folder in folders]
     entries.append(("bin/busybox", 0o100755, (CACHE / "busybox" / "bin" / "busybox").read_bytes()))
     entries.append(("init", 0o100755, _INIT.encode()))

@@ -155,7 +155,7 @@ def run(
         qemu = _qemu(machine, job)
         pump = threading.Thread(target=_pump, args=(job / "output", output), daemon=True)
         pump.start()
-        process = subprocess.Popen(qemu, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)  # noqa: PLW1509
+        process = subprocess.Popen(qemu, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
         in_time = _wait(process, timeout_s)
         pump.join(5)
         status = _text(job / "status").strip()
