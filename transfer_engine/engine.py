@@ -64,7 +64,8 @@ _CANCEL_GRACE_S = 0.2
 class TransferEngine:
     """Moves bytes between registered memory of this process and of peers. `close` it, or use it as a context manager.
 
-    `transports` adds ways by name. Raises ConfigError for an unknown transport and OSError when it cannot bind.
+    `transports` adds ways by name. Raises ConfigError for an unknown transport or bad TLS files, OSError when it cannot bind, and
+    Overloaded when it gets no thread.
     """
 
     def __init__(
@@ -97,12 +98,19 @@ class TransferEngine:
         self.connections = Connections(config, self.identity, self.peers)
         self._control = self.connections.control = Control(self)
         self._registration = Registration(self.memory, self._control, self.devices, config.cuda_driver)
-        self._work = Work(config, self.memory, self.outgoing, self.connections, self.counters, label)
-        self._transports = [factories[name](self) for name in self._names]
-        self._keyed = next((t for t in self._transports if isinstance(t, KeyedTransport)), None)
-        self._registration.keyed = self._keyed
-        self._router = self._work.router = Router(self, self._transports, self._control)
-        self._listener.start(self.identity, self._serve)
+        self._transports: list[Transport] = []
+        with contextlib.ExitStack() as undo:  # half an engine would hold a port, threads and NICs
+            undo.callback(self._listener.stop_accepting)
+            self._work = Work(config, self.memory, self.outgoing, self.connections, self.counters, label)
+            undo.callback(self._work.close)
+            for name in self._names:
+                self._transports.append(factories[name](self))
+                undo.callback(self._transports[-1].close, 0.0)
+            self._keyed = next((t for t in self._transports if isinstance(t, KeyedTransport)), None)
+            self._registration.keyed = self._keyed
+            self._router = self._work.router = Router(self, self._transports, self._control)
+            self._listener.start(self.identity, self._serve)
+            undo.pop_all()
 
     def _identify(self) -> Identity:
         pid = os.getpid()
@@ -383,6 +391,9 @@ class TransferEngine:
         if self._keyed is None:
             raise TransferError("this engine has no NIC to connect to")
         return self._keyed.accept(record, offer)
+
+    def route(self, job: Job) -> None:
+        self._router.route(job)
 
     def reroute(self, job: Job, after: Transport) -> None:
         self._router.reroute(job, after)

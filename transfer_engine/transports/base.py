@@ -57,6 +57,9 @@ class Host(Protocol):
     def learn_fences(self, session: Session, reply: Reply) -> None:
         """Stop what a target says is cancelled, before anything is done with the rest of its reply."""
 
+    def route(self, job: Job) -> None:
+        """Start a job anew: fetch what must be known of its peer, then offer it to all transports."""
+
     def reroute(self, job: Job, after: Transport) -> None:
         """Offer (what is left of) a job to the transports that come after one in the order of preference."""
 

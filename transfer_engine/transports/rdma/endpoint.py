@@ -117,6 +117,8 @@ class Endpoint:
         nic.outstanding_bytes += posted.n_bytes
         if self.pair is None:
             raise TransferError("no queue pair")
+        if nic.dozing:
+            nic.wake()
         self.pair.post(chain.fill(ticket) if pieces is None else chain.fill(ticket, pieces, len(pieces)))
 
     def take_back(self, ticket: int) -> Posted:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from typing import Protocol
 
-from mooncake.common.errors import MooncakeError, NotRegistered, ProtocolViolation, TransferError
+from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, ProtocolViolation, TransferError
 from transfer_engine.link import unwrap
 from transfer_engine.protocol import ConnectEndpoint, EndpointOffer, Reply, StreamClose
 from transfer_engine.segment import ask_soon
@@ -197,10 +197,10 @@ class Lifecycle:
 
     # --- time -------------------------------------------------------------------------------------------------------
 
-    def tick(self, nic: Nic, now: float) -> float:
-        """See to what is overdue on a NIC; returns seconds until the next look."""
+    def tick(self, now: float) -> float:
+        """See to what is overdue; returns seconds until the next look."""
         wait_s = _IDLE_TICK_S
-        for endpoint in [e for e in self._peers if e.nic is nic]:
+        for endpoint in self.endpoints:
             self._look_at(endpoint, now)
             if endpoint.out or endpoint.state in _OPENING:
                 wait_s = _BUSY_TICK_S
@@ -230,4 +230,5 @@ class Lifecycle:
     def error_of(self, posted: Posted, endpoint: Endpoint) -> MooncakeError:
         if posted is endpoint.culprit:
             return NotRegistered(f"{endpoint.session.address}: the NIC refused the range: {endpoint.error}")
-        return endpoint.error or TransferError("lost")
+        kind = TransferError if endpoint.innocent else PeerUnavailable
+        return kind(f"{endpoint.session.address}, by {endpoint.nic.name}: {endpoint.error}")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import math
 import os
 import select
 import threading
@@ -24,16 +26,23 @@ from transfer_engine.types import Opcode
 CHAIN = 64
 """Work requests of one slice at most, hence of one post."""
 
+DOZE_S = 0.2
+log = logging.getLogger(__name__)
+
 
 class Owner(Protocol):
     """Called on the NIC's thread."""
 
-    def completed(self, nic: Nic, completions: list[Any]) -> None: ...
+    def drain(self, nic: Nic) -> bool:
+        """Take completions; whether there were any."""
 
     def port_changed(self, nic: Nic, active: bool) -> None: ...
 
-    def tick(self, nic: Nic) -> float:
+    def tick(self, now: float) -> float:
         """Look after what is overdue; returns seconds until it wants to look again."""
+
+    def broken(self, nic: Nic) -> None:
+        """The thread has failed and ends: nothing will be heard of the NIC any more."""
 
 
 class Nic:
@@ -60,6 +69,10 @@ class Nic:
         self._owner = owner
         self._errands: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._bell_lock = threading.Lock()
+        self._due = 0.0
+        self.dozing = False
+        """Asleep for so long that whoever posts must wake it, or a deadline would be seen too late."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"te-rdma-{self.name}", daemon=True)
 
@@ -73,36 +86,46 @@ class Nic:
 
     def wake(self) -> None:
         """Have `tick` called soon."""
-        with contextlib.suppress(OSError, BlockingIOError):
-            os.eventfd_write(self._bell, 1)
+        self._due = 0.0
+        with self._bell_lock:
+            if self._bell >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_write(self._bell, 1)
 
     def _run(self) -> None:
-        device = self.device
-        poll = select.poll()
-        for fd in (device.completion_fd, device.async_fd, self._bell):
-            poll.register(fd, select.POLLIN)
-        while not self._stopping:
-            wait_s = self._owner.tick(self)
-            device.arm()
-            if self._drain() or self._errands:
-                self._do_errands()
-                continue
-            ready = [fd for fd, _ in poll.poll(max(1.0, wait_s * 1000))]
-            if device.completion_fd in ready:
-                device.acknowledge()
-            if device.async_fd in ready:
-                self._events()
-            if self._bell in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
-            self._do_errands()
-            self._drain()
+        try:
+            poll = select.poll()
+            for fd in (self.device.completion_fd, self.device.async_fd, self._bell):
+                poll.register(fd, select.POLLIN)
+            while not self._stopping:
+                self._turn(poll)
+        except Exception:  # a bug must not leave submissions without an end
+            log.exception("%s: the thread of this NIC has failed", self.name)
+            self._stopping = True
+            self._owner.broken(self)
 
-    def _drain(self) -> bool:
-        found = self.device.completions()
-        if found:
-            self._owner.completed(self, found)
-        return bool(found)
+    def _turn(self, poll: select.poll) -> None:
+        """Do what is due, then sleep until something comes. Asks for an event before the last look into the queue."""
+        device, now = self.device, time.monotonic()
+        if now >= self._due:
+            self._due = math.inf  # a `wake` that comes in meanwhile lowers it
+            self._due = min(self._due, now + self._owner.tick(now))
+        device.arm()
+        if self._owner.drain(self) or self._errands:
+            return self._do_errands()
+        wait_s = self._due - time.monotonic()
+        self.dozing = wait_s > DOZE_S
+        ready = [fd for fd, _ in poll.poll(max(0.0, wait_s * 1000))]
+        self.dozing = False
+        if device.completion_fd in ready:
+            device.acknowledge()
+        if device.async_fd in ready:
+            self._events()
+        if self._bell in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+        self._do_errands()
+        self._owner.drain(self)
 
     def _do_errands(self) -> None:
         while self._errands:
@@ -129,5 +152,7 @@ class Nic:
 
     def close(self) -> None:
         """After `stop`, and after all queue pairs are gone."""
-        os.close(self._bell)
+        with self._bell_lock:
+            os.close(self._bell)
+            self._bell = -1  # the number may be somebody else's soon
         self.device.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -147,6 +147,8 @@ class Scheduler:
             hold = endpoint.session.regions.hold(piece.columns.remote, piece.columns.length)
         except MooncakeError as problem:
             error = problem
+            if not endpoint.session.regions_known:  # they went with the control connection
+                return self._guard.later(lambda: self._ask_anew(piece))
             return self._guard.later(lambda: submission.fail_slice(error))
         try:
             pieces = self._pieces(endpoint, piece, hold)
@@ -174,8 +176,12 @@ class Scheduler:
 
     # --- completions (on a NIC's thread) ----------------------------------------------------------------------------
 
-    def completed(self, nic: Nic, completions: list[Any]) -> None:
+    def drain(self, nic: Nic) -> bool:
+        """Take what has come back. By any thread: polling happens under the lock, so the order is the queue's."""
         with self._guard:
+            completions = nic.device.completions()
+            if not completions:
+                return False
             for completion in completions:
                 tag, status = completion.wr_id, completion.status
                 endpoint = nic.owners.get(tag >> 1)
@@ -186,6 +192,7 @@ class Scheduler:
                 else:
                     self._came_back(endpoint, tag, status)
             self._pump(time.monotonic())
+        return True
 
     def _came_through(self, endpoint: Endpoint, ticket: int) -> None:
         posted = endpoint.take_back(ticket)
@@ -225,19 +232,29 @@ class Scheduler:
                         self.lifecycle.broke(endpoint, TransferError("the port is down"))
             self._pump(time.monotonic())
 
-    def tick(self, nic: Nic) -> float:
-        now = time.monotonic()
+    def broken(self, nic: Nic) -> None:
         with self._guard:
-            wait_s = self.lifecycle.tick(nic, now)
+            nic.active = False
+            for peer in self._peers.values():
+                peer.paths.port(nic.index, False)
+            for endpoint in self.lifecycle.endpoints:
+                if endpoint.nic is nic:
+                    self.lifecycle.broke(endpoint, TransferError("its thread has failed"))
+                    self.lifecycle.bury(endpoint)
+            self._pump(time.monotonic())
+
+    def tick(self, now: float) -> float:
+        with self._guard:
+            wait_s = self.lifecycle.tick(now)
             waiting = False
             for peer in list(self._peers.values()):
                 peer.prune()
                 waiting |= peer.head() is not None
             self._pump(now)
-            self._forget(now)
+            self._forget()
         return min(wait_s, 0.05) if waiting else wait_s
 
-    def _forget(self, now: float) -> None:
+    def _forget(self) -> None:
         busy = {endpoint.session for endpoint in self.lifecycle.endpoints}
         for session, peer in list(self._peers.items()):
             if peer.forgotten and session not in busy and peer.head() is None:
@@ -261,11 +278,18 @@ class Scheduler:
         elif problem is not None or not quiet or refused or piece.attempts > submission.max_retries:
             error = problem or self.lifecycle.error_of(posted, endpoint)
             submission.fail_slice(error, quiesced=quiet)
+        elif not endpoint.session.regions_known:
+            self._ask_anew(piece)
         else:
             self._engine.counters.add(rdma_retries=1, rdma_failovers=not endpoint.innocent)
             job.give_back(piece)
             submission.return_slice()
             self._again(endpoint.session, job)
+
+    def _ask_anew(self, piece: Slice) -> None:
+        """The peer's region table is void: its keys must be fetched before the slice can go anywhere. Without the lock."""
+        self._engine.route(piece.job.part(piece.columns))
+        piece.job.submission.return_slice()
 
     def _again(self, session: Session, job: Job) -> None:
         with self._guard:
