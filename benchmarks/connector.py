@@ -1,6 +1,6 @@
 """vLLM's own MooncakeConnector on our `mooncake.engine` and on the open-source wheel, in one run.
 
-    python -m benchmarks.connector [--json] [--ways ours,ours-tcp,wheel] [--lengths 300,2000,8000] [--rounds 9]
+    python -m benchmarks.connector [--json] [--ways ours,wheel] [--lengths 300,2000,8000] [--rounds 9]
 
 Each way is a producer and a consumer, two vLLM CPU servers on loopback with the tiny model in float32; all of them are up at once
 and take turns, in another order each round. `ours` is protocol "tcp" as it is (peers on one host share memory), `ours-tcp` with
@@ -16,7 +16,9 @@ import asyncio
 import json
 import platform
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -80,7 +82,7 @@ async def _measure(pairs: dict[str, InTreePair], lengths: list[int], rounds: int
     samples: dict[tuple[str, int], list[dict[str, float]]] = {}
     first = next(iter(pairs.values())).prefill
     async with httpx.AsyncClient(timeout=300) as client:
-        for round_ in range(-2, rounds):  # two to warm up: connections, memory, compiled paths
+        for round_ in range(-1, rounds):  # one to warm up: connections, memory, lazy imports
             for length in lengths if round_ else reversed(lengths):
                 turns = [*pairs, "prefill"]
                 for way in generator.sample(turns, len(turns)):
@@ -140,10 +142,13 @@ def _median(samples: list[dict[str, float]], what: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON with every sample instead of a table")
-    parser.add_argument("--ways", default=",".join(WAYS), help="which engines, the first also tells the prefill alone")
+    parser.add_argument(
+        "--ways", default="ours,wheel", help=f"of {', '.join(WAYS)}; the first also tells the prefill alone"
+    )
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="prompt lengths in tokens, up to 8,190")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the servers are stopped
     with tempfile.TemporaryDirectory(prefix="connector-") as folder:
         try:
             lengths = [int(length) for length in options.lengths.split(",")]

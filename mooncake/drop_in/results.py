@@ -82,7 +82,7 @@ def failing_with(result: R) -> Callable[[Callable[Concatenate[S, P], R]], Callab
 _FIXES: tuple[tuple[type[MooncakeError], str], ...] = (
     (NotRegistered, "register_memory() must cover it, on the side that owns it, before the transfer"),
     (AuthenticationFailed, "set the same MOONCAKE_CLUSTER_TOKEN for all engines"),
-    (PeerUnavailable, "is the peer's engine running, and is that its host:get_rpc_port()?"),
+    (PeerUnavailable, "is the peer's engine running there?"),
     (TransferTimeout, "is the peer frozen or cut off? MC_TRANSFER_TIMEOUT (seconds) gives slow networks more time"),
 )
 
