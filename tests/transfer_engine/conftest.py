@@ -15,6 +15,11 @@ from transfer_engine import EngineConfig, Opcode, SegmentHandle, TransferEngine,
 
 TOKEN = b"a test's token"
 TARGET_BYTES = 96 << 20
+NICS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "rdma-fake": (("fake0", "fake1"), ("fake2", "fake3")),
+    "rdma-vm": (("rxe_a0", "rxe_a1"), ("rxe_b0", "rxe_b1")),
+}
+"""Our NICs and the target's, where there are any (tests/rdma/places.py)."""
 
 
 class InProcess:
@@ -40,9 +45,12 @@ class Pair:
         self.way = way
         transport = way.split("-")[0]
         ours, theirs = (member("initiator"), member("target")) if way == "tcp-tls" else ({}, {})
-        config = EngineConfig(transports=(transport,), cluster_token=TOKEN, shm_mapping=way != "shm-cma", **ours)
-        target = EngineConfig(cluster_token=TOKEN, transports=("local", "shm", "tcp"), **theirs)
-        self.target: Any = InProcess(target) if transport in ("local", "fake") else Peer(target)
+        mine, yours = NICS.get(way, ((), ()))
+        config = EngineConfig(
+            transports=(transport,), cluster_token=TOKEN, shm_mapping=way != "shm-cma", nics=mine, **ours
+        )
+        target = EngineConfig(cluster_token=TOKEN, transports=("local", "shm", "rdma", "tcp"), nics=yours, **theirs)
+        self.target: Any = InProcess(target) if way in ("local", "fake", "rdma-fake") else Peer(target)
         if transport == "fake":
             ENGINES[self.target.instance_id] = self.target._main.engine
         self.engine = TransferEngine(config, transports={"fake": FakeTransport})
@@ -59,7 +67,16 @@ class Pair:
         self.target.close()
 
 
-WAYS = ["fake", "local", "shm-mapped", "shm-cma", "tcp", "tcp-tls"]
+WAYS = [
+    "fake",
+    "local",
+    "shm-mapped",
+    "shm-cma",
+    "tcp",
+    "tcp-tls",
+    pytest.param("rdma-fake", marks=pytest.mark.elsewhere("fake")),
+    pytest.param("rdma-vm", marks=[pytest.mark.slow, pytest.mark.elsewhere("vm")]),
+]
 
 
 @pytest.fixture(scope="module", params=WAYS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path as File
 
 import numpy as np
@@ -99,6 +100,12 @@ class RdmaTransport:
         if "rdma" not in session.record.identity.transports or not session.regions_known or not session.nics:
             return None, job
         rows, regions = session.regions.rows(job.columns.remote, job.columns.length)
+        if (rows < 0).any():  # a range may span regions that touch: each has keys of its own
+            cut = job.part(_cut(job.columns, regions, of_peer=True))
+            rows, regions = session.regions.rows(cut.columns.remote, cut.columns.length)
+            if (rows < 0).any():
+                return None, job
+            job = cut
         count = len(session.nics)
         usable = {row for row in set(rows.tolist()) if row >= 0 and len(regions[row].keys) == count}
         good = np.isin(rows, list(usable)) & self._keyed_here(job.columns)
@@ -129,9 +136,8 @@ class RdmaTransport:
 
     def _by_location(self, columns: Columns) -> dict[str, Columns]:
         rows, regions = self.engine.memory.rows(columns.local, columns.length)
-        if (rows < 0).any():  # a piece spans regions that touch: each has a key of its own
-            borders = np.array(sorted(region.address for region in regions), np.uint64)
-            columns = split_at(columns, borders)
+        if (rows < 0).any():
+            columns = _cut(columns, regions, of_peer=False)
             rows, regions = self.engine.memory.rows(columns.local, columns.length)
         groups = location_groups([region.location for region in regions], rows)
         if len(groups) == 1:
@@ -191,6 +197,17 @@ class RdmaTransport:
             else:
                 quiet = False
         return quiet
+
+
+def _cut(columns: Columns, regions: Iterable[Region], *, of_peer: bool) -> Columns:
+    """Cut pieces where they cross from one region into the next, on our side or the peer's."""
+    borders = np.array(sorted(region.address for region in regions), np.uint64)
+    if not of_peer:
+        return split_at(columns, borders)
+    remote, local, length, index = split_at(
+        Columns(columns.remote, columns.local, columns.length, columns.index), borders
+    )
+    return Columns(local, remote, length, index)
 
 
 def discover(config: EngineConfig) -> Topology:
