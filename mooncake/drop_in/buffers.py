@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from mooncake.common.errors import MooncakeError, NotRegistered, Overloaded
 from mooncake.drop_in.results import FAILURES
 from transfer_engine import SharedBuffer, TransferEngine
+from transfer_engine.transports import sysio
 
 MAX_MANAGED = 4096
 _PHYSICAL_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -27,19 +28,20 @@ class Buffers:
         self._engine = engine
         self._lock = threading.Lock()
         self._registered: dict[int, int] = {}
+        self._closing: set[int] = set()
+        """Unregistered, but a peer has not let go yet."""
         self._managed: dict[int, SharedBuffer] = {}
 
     def register(self, addresses: Sequence[int], lengths: Sequence[int], location: str) -> None:
         """All or nothing."""
         if len(addresses) != len(lengths):
             raise ValueError(f"{len(addresses)} addresses but {len(lengths)} lengths")
-        where = "cpu" if location == "*" else location
         added: list[int] = []
         with self._lock:
             try:
                 for address, length in zip(addresses, lengths, strict=True):
                     if self._registered.get(address) != length:
-                        self._engine.register_local_memory(address, length, location=where)
+                        self._engine.register_local_memory(address, length, location=location)
                         added.append(address)
                         self._registered[address] = length
             except FAILURES:
@@ -49,8 +51,8 @@ class Buffers:
                 raise
 
     def unregister(self, addresses: Sequence[int]) -> None:
-        """Every one that can be; raises the first error after that. A range that a peer does not let go of (TransferTimeout)
-        stays ours, closed, and can be asked for again. So does one that is unknown: NotRegistered."""
+        """Every one that can be; raises the first error after that: NotRegistered for an unknown one, TransferTimeout for one that
+        a peer does not let go of. That one is closed to new work, and is to be unregistered again."""
         problem: MooncakeError | None = None
         for address in addresses:
             try:
@@ -62,17 +64,13 @@ class Buffers:
 
     def _unregister(self, address: int) -> None:
         with self._lock:
-            length = self._registered.pop(address, None)
-        if length is None:
-            raise NotRegistered(f"no memory is registered at {address:#x}")
-        try:
-            self._engine.unregister_local_memory(address)
-        except NotRegistered:
-            raise
-        except MooncakeError:
-            with self._lock:
-                self._registered[address] = length
-            raise
+            if self._registered.pop(address, None) is not None:
+                self._closing.add(address)
+            elif address not in self._closing:
+                raise NotRegistered(f"no memory is registered at {address:#x}")
+        self._engine.unregister_local_memory(address)
+        with self._lock:
+            self._closing.discard(address)
 
     def allocate(self, length: int) -> int:
         """Address of zeroed, registered memory; peers on this host may map it. Raises Overloaded, ValueError, OSError."""
@@ -105,11 +103,12 @@ class Buffers:
         return ctypes.string_at(address, length)
 
     def _inside(self, address: int, length: int) -> None:
-        """Anything else could end the process."""
+        """Anything else, and memory of a GPU, could end the process."""
         with self._lock:
             ranges = [*self._registered.items(), *((b.address, b.length) for b in self._managed.values())]
-        if not any(start <= address and address + length <= start + size for start, size in ranges):
-            raise NotRegistered(f"[{address:#x}, +{length}) is not in one registered or managed buffer")
+        covered = any(start <= address and address + length <= start + size for start, size in ranges)
+        if not covered or (length and not sysio.is_mapped(address, length)):
+            raise NotRegistered(f"[{address:#x}, +{length}) is not in one registered or managed buffer of the host")
 
     def close(self) -> None:
         for address in list(self._managed):
