@@ -49,6 +49,7 @@ ROLES = {
     ),
 }
 OTHERS = {
+    "bench": "measure a part of the platform: `mooncake bench transfer`",
     "up": "start a whole cluster on this machine",
     "status": "show who is in the cluster and whether all are ready",
     "topology": "show which NICs are near which memory, here and on the cluster's machines",
@@ -194,6 +195,20 @@ def _topology(arguments: Sequence[str]) -> int:
     return topology(options.sysfs, options.override, _split(options.etcd), cluster, as_json=options.json)
 
 
+def _bench(arguments: Sequence[str]) -> int:
+    from mooncake.common.config import add_options, given_options, load
+    from transfer_engine.bench import main
+    from transfer_engine.bench_config import BenchConfig
+
+    parser = Parser(prog="mooncake bench", description="Throughput and latency of the transfer engine.")
+    parser.add_argument("what", choices=["transfer"], help="what to measure: transfer, the transfer engine")
+    add_options(parser, BenchConfig)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(arguments)
+    config = load(BenchConfig, "bench", environ={}, given=given_options(BenchConfig, options))
+    return main(config, as_json=options.json)
+
+
 def _cluster_options(parser: Parser) -> None:
     parser.add_argument("--etcd", default="", metavar="HOST:PORT,...", help="etcd endpoints of the cluster")
     parser.add_argument("--cluster", default="", help="name of the cluster")
@@ -213,7 +228,7 @@ def _load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-_OTHER_MAINS = {"up": _up, "status": _status, "topology": _topology, "trace": _trace}
+_OTHER_MAINS = {"bench": _bench, "up": _up, "status": _status, "topology": _topology, "trace": _trace}
 
 
 def _port(text: str) -> int:
