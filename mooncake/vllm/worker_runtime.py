@@ -70,7 +70,7 @@ class WorkerRuntime:
         )
         for address, length in _storages(kv_caches):
             for engine in {self.engine, self.store_engine}:
-                engine.register_local_memory(address, length, owner=kv_caches)
+                engine.register_local_memory(address, length, owner=kv_caches, location="*")
         self.link.send(
             WorkerHello(
                 transfer_address=self.engine.address,
