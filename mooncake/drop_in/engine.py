@@ -52,6 +52,7 @@ class TransferEngine(MemoryCalls, TransferCalls):
         """What has arrived since the last call, oldest first."""
         return self._running.notes.take() if self._running is not None else []
 
+    @failing_with("{}")
     def get_local_topology(self, device_name: str | None = None) -> str:
         """JSON: memory location to preferred and other NICs. `device_name`: a comma list of NICs to look at."""
         wanted = settings.nics(text(device_name, "device_name")) if device_name else ()

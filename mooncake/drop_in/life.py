@@ -5,6 +5,7 @@ Knows: when there is an engine behind the object. Does not know: what it is used
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from typing import Any
@@ -39,7 +40,7 @@ class Life:
         with self._lock:
             self._close()
             self._running = running = Running(*arguments)
-            self._end = weakref.finalize(self, running.close)
+            self._end = weakref.finalize(self, _end, running, os.getpid())
         return 0
 
     def initialize_ext(
@@ -73,3 +74,8 @@ class Life:
     def get_engine_ptr(self) -> int:
         """Always 0: there is no C++ object behind this one."""
         return 0
+
+
+def _end(running: Running, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child holds copies of our sockets, and must not say goodbye for us
+        running.close()

@@ -31,6 +31,8 @@ class _Peer:
         self.handle: SegmentHandle | None = None
         self.verified_at = 0.0
         self.users = 0
+        self.replaced: list[SegmentHandle] = []
+        """Handles that users may still hold."""
         self.rest_s = _FIRST_REST_S
         self.rest_until = 0.0
         self.problem: MooncakeError | None = None
@@ -60,8 +62,7 @@ class Peers:
             peer.verified_at = 0.0
             raise
         finally:
-            with self._lock:
-                peer.users -= 1
+            self._leave(peer)
 
     def _enter(self, target: str) -> _Peer:
         with self._lock:
@@ -73,6 +74,13 @@ class Peers:
             peer.users += 1
             return peer
 
+    def _leave(self, peer: _Peer) -> None:
+        with self._lock:
+            peer.users -= 1
+            idle, peer.replaced = (peer.replaced, []) if peer.users == 0 else ([], peer.replaced)
+        for handle in idle:
+            self._engine.close_segment(handle)
+
     def _make_room(self) -> None:
         """Forget the one that was used longest ago and is not in use now."""
         if len(self._peers) < self._capacity:
@@ -80,7 +88,8 @@ class Peers:
         for target, peer in self._peers.items():
             if peer.users == 0:
                 del self._peers[target]
-                self._close(peer)
+                if peer.handle is not None:
+                    self._engine.close_segment(peer.handle)
                 return
 
     def _segment(self, target: str, peer: _Peer) -> SegmentHandle:
@@ -95,26 +104,31 @@ class Peers:
             return self._open(target, peer)
 
     def _open(self, target: str, peer: _Peer) -> SegmentHandle:
-        """The old handle is closed after the new one is there, so that a session that is still good is not given up."""
+        """Anew, or verified: the old handle stays where the same instance answers."""
         try:
             fresh = self._engine.open_segment(self._names.address_of(target), timeout_s=OPEN_TIMEOUT_S)
         except MooncakeError as error:
-            self._close(peer)
+            self._replace(peer, None)
             if isinstance(
                 error, TransferTimeout
             ):  # the expensive kind: it costs its time once, then nothing for a while
                 peer.problem, peer.rest_until = error, time.monotonic() + peer.rest_s
                 peer.rest_s = min(2 * peer.rest_s, _LONGEST_REST_S)
             raise
-        self._close(peer)
-        peer.handle, peer.verified_at = fresh, time.monotonic()
+        peer.verified_at = time.monotonic()
         peer.problem, peer.rest_s = None, _FIRST_REST_S
+        known, instance = peer.handle, self._engine.segment_instance
+        if known is not None and instance(known) == instance(fresh):
+            self._engine.close_segment(fresh)
+            return known
+        self._replace(peer, fresh)
         return fresh
 
-    def _close(self, peer: _Peer) -> None:
-        handle, peer.handle = peer.handle, None
-        if handle is not None:
-            self._engine.close_segment(handle)
+    def _replace(self, peer: _Peer, handle: SegmentHandle | None) -> None:
+        with self._lock:  # closed with the last user: another thread may be about to submit with it
+            if peer.handle is not None:
+                peer.replaced.append(peer.handle)
+            peer.handle = handle
 
     def probe(self, target: str) -> bool:
         """Whether an engine answers there now; if so, its rest is over. Raises ValueError and what the names raise."""

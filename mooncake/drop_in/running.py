@@ -6,7 +6,6 @@ notifications, the way down. Does not know: the API's methods.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import deque
@@ -119,28 +118,20 @@ def _start(there: settings.Place, ways: tuple[str, ...], nics: tuple[str, ...], 
     token = os.environ.get("MOONCAKE_CLUSTER_TOKEN", "")
     config = EngineConfig(
         host=there.bind, port=there.port, advertise_host=there.advertise, cluster_token=token.encode(), transports=ways,
-        nics=nics, max_peers=1024,
+        nics=nics if "rdma" in ways else (), max_peers=1024,
     )  # fmt: skip
-    engine = _with_rdma_if_there(config, there, logging.WARNING if wanted else logging.INFO)
+    engine = _bound(config, there)
+    used = engine.identity.transports  # the engine leaves out what this machine does not have
+    if wanted.strip() and "rdma" in ways and "rdma" not in used:
+        log.warning("%s: no RDMA here (see `mooncake topology`): using %s", engine.address, ", ".join(used))
     if not token and settings.is_reachable_from_outside(there.bind):
         log.warning(
             "%s: no MOONCAKE_CLUSTER_TOKEN is set, so whoever reaches this port may read and write registered memory; "
             "set the same one for all engines",
             engine.address,
         )
-    log.info("transfer engine at %s, transports %s", engine.address, ", ".join(engine.config.transports))
+    log.info("transfer engine at %s, transports %s", engine.address, ", ".join(used))
     return engine
-
-
-def _with_rdma_if_there(config: EngineConfig, there: settings.Place, level: int) -> TransferEngine:
-    if "rdma" not in config.transports:
-        return _bound(config, there)
-    try:
-        return _bound(config, there)
-    except MooncakeError as error:
-        log.log(level, "no RDMA here (%s): using shm and tcp", error)
-    rest = tuple(way for way in config.transports if way != "rdma")
-    return _bound(msgspec.structs.replace(config, transports=rest, nics=()), there)
 
 
 def _bound(config: EngineConfig, there: settings.Place) -> TransferEngine:

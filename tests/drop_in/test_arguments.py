@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,14 @@ import pytest
 import mooncake.engine
 from mooncake.engine import TransferEngine, TransferNotify, TransferOpcode
 from tests.drop_in.conftest import Here
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Here]:
+    made = Here(length=4096)
+    yield made
+    made.engine.close()
+
 
 W = TransferOpcode.Write
 PEER = "127.0.0.1:1"

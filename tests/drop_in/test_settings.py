@@ -26,7 +26,7 @@ def test_protocols() -> None:
 def test_without_rdma_the_engine_runs_on_what_there_is(protocol: str) -> None:
     engine = TransferEngine()
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", protocol, "") == 0
-    assert {"shm", "tcp"} <= set(engine.get_engine().config.transports)
+    assert {"shm", "tcp"} <= set(engine.get_engine().identity.transports)
     engine.close()
 
 
