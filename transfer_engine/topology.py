@@ -7,6 +7,7 @@ sysfs' files (topology_sysfs), how a NIC is used, whether one rests. A location 
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Collection, Mapping
@@ -17,9 +18,10 @@ import msgspec
 
 from mooncake.common.errors import ConfigError
 from transfer_engine.config import EngineConfig
-from transfer_engine.topology_sysfs import Gpu, Nic, read_gpus, read_nics, read_nodes
+from transfer_engine.topology_sysfs import Gpu, Nic, read_gpus, read_nics, read_nodes, visible_gpus
 
 ANY = "*"
+SYSFS = Path("/sys")
 RATES_KEY = "rates_bits_per_s"
 _LOCATION = re.compile(r"\*|(cpu|cuda):\d+")
 _FAR = 255
@@ -95,10 +97,13 @@ def record(name: str, instance_id: str, role: str, topology: Topology) -> bytes:
 decode_record = msgspec.json.Decoder(TopologyRecord).decode
 
 
-def discover(sysfs: Path = Path("/sys"), override: Path | None = None) -> Topology:
-    """This machine's topology. No RDMA device at all is fine: every location is there, without NICs.
+def discover(sysfs: Path = SYSFS, override: Path | None = None, visible: str | None = None) -> Topology:
+    """This machine's topology. No RDMA device at all is fine: every location is there, without NICs. `visible` renumbers GPUs
+    as CUDA_VISIBLE_DEVICES does, which it is for this machine's own tree unless given.
     Raises ConfigError for an override file that is missing, malformed, or names a NIC that is not there."""
-    nics, gpus, nodes = read_nics(sysfs), read_gpus(sysfs), read_nodes(sysfs)
+    if visible is None and sysfs == SYSFS:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    nics, gpus, nodes = read_nics(sysfs), visible_gpus(read_gpus(sysfs), visible), read_nodes(sysfs)
     locations = {
         f"cpu:{node}": _nearest(nics, {n.name: _node_distance(nodes, node, n) for n in nics}) for node in nodes
     }
@@ -108,7 +113,7 @@ def discover(sysfs: Path = Path("/sys"), override: Path | None = None) -> Topolo
     return found if override is None else _overridden(found, override)
 
 
-def of_engine(config: EngineConfig, sysfs: Path = Path("/sys")) -> Topology:
+def of_engine(config: EngineConfig, sysfs: Path = SYSFS) -> Topology:
     """What an engine of this configuration sees: with its override file, of its own NICs only. A NIC that sysfs does not
     show is left out: whether verbs have it is the transport's business. Raises ConfigError as `discover` does."""
     found = discover(sysfs, Path(config.topology_file) if config.topology_file else None)

@@ -7,9 +7,10 @@ cannot be read means "unknown", never an error: containers hide parts of sysfs.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -40,7 +41,7 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU; its index is its place in the order of PCI addresses (CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
+    """One GPU. `index` counts as CUDA does with CUDA_DEVICE_ORDER=PCI_BUS_ID (or with GPUs of one kind, CUDA's own order)."""
 
     index: int
     numa_node: int
@@ -65,6 +66,18 @@ def read_gpus(sysfs: Path) -> tuple[Gpu, ...]:
         Gpu(index=index, numa_node=_numa_node(sysfs, folder), pci_path=_pci_path(sysfs, folder))
         for index, folder in enumerate(folders)
     )
+
+
+def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
+    """Those that a process with this CUDA_VISIBLE_DEVICES sees (None: not set), counted as it counts them. None at all when the
+    variable names GPUs by UUID, which sysfs does not know: better no preference than a wrong one."""
+    if visible is None:
+        return tuple(gpus)
+    numbers = [part.strip() for part in visible.split(",")]
+    if any(part.startswith(("GPU-", "MIG-")) for part in numbers):
+        return ()
+    shown = itertools.takewhile(lambda part: part.isdigit() and int(part) < len(gpus), numbers)
+    return tuple(msgspec.structs.replace(gpus[int(part)], index=index) for index, part in enumerate(shown))
 
 
 def read_nodes(sysfs: Path) -> dict[int, dict[int, int]]:

@@ -109,6 +109,26 @@ def test_names_are_in_natural_order_and_gpus_in_that_of_pci(tmp_path: Path) -> N
     assert "cuda:1" in topology.locations and "cuda:2" not in topology.locations
 
 
+@pytest.mark.parametrize(
+    ("visible", "near"),
+    [
+        (None, ["mlx5_0", "mlx5_0", "mlx5_2", "mlx5_2"]),
+        ("2,0", ["mlx5_2", "mlx5_0"]),
+        (" 3 , 1 ", ["mlx5_2", "mlx5_0"]),
+        ("3,-1,0", ["mlx5_2"]),
+        ("1,9,0", ["mlx5_0"]),
+        ("", []),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", []),
+        ("0,MIG-GPU-1/2/3", []),
+    ],
+)
+def test_gpus_are_counted_as_the_process_counts_them(tmp_path: Path, visible: str | None, near: list[str]) -> None:
+    two_sockets(tmp_path)
+    topology = discover(tmp_path, visible=visible)
+    assert [topology.paths(f"cuda:{index}").preferred for index in range(len(near))] == [(nic,) for nic in near]
+    assert topology.paths(f"cuda:{len(near)}") == topology.paths("*")
+
+
 def test_the_first_active_port_counts(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     tree.hardware_nic("mlx4_0", "pci0000:00/0000:00:01.0", numa=0, active=False)
