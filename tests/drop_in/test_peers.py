@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -197,3 +201,51 @@ def test_initializing_again_starts_anew(here: Here) -> None:
     assert here.engine.unregister_memory(here.at) == -3, "nothing is registered any more"
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", old), timeout=5)
+
+
+def test_memory_that_a_frozen_peer_reaches_stays_closed_until_it_lets_go(here: Here, make_peer: MakePeer) -> None:
+    """By shared memory a peer needs no help of ours, so it must agree before a range is gone."""
+    peer = make_peer()
+    there = peer.call("allocate", 4096)
+    name = f"127.0.0.1:{here.engine.get_rpc_port()}"
+    assert peer.do("transfer_sync_write", name, there, here.at, 4096) == 0
+    peer.signal(signal.SIGSTOP)
+    assert here.engine.unregister_memory(here.at) == -1
+    assert here.engine.register_memory(here.at, len(here.array)) < 0, "not as if nothing had happened"
+    peer.signal(signal.SIGCONT)
+    assert here.engine.unregister_memory(here.at) == 0
+    assert here.engine.unregister_memory(here.at) == -3
+    assert peer.do("transfer_sync_write", name, there, here.at, 4096) == -1
+    assert here.engine.register_memory(here.at, len(here.array)) == 0
+    assert peer.do("transfer_sync_write", name, there, here.at, 4096) == 0
+
+
+FORKING = """
+import os, sys
+import numpy as np
+from mooncake.engine import TransferEngine
+
+engines, arrays = [TransferEngine(), TransferEngine()], [np.zeros(4096, np.uint8), np.ones(4096, np.uint8)]
+for engine, array in zip(engines, arrays):
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    assert engine.register_memory(array.ctypes.data, 4096) == 0
+
+def both_ways():
+    return [
+        one.transfer_sync_write(f"127.0.0.1:{other.get_rpc_port()}", a.ctypes.data, b.ctypes.data, 4096)
+        for one, other, a, b in ((*engines, *arrays), (*engines[::-1], *arrays[::-1]))
+    ]
+
+assert both_ways() == [0, 0]
+child = os.fork()
+if child == 0:
+    sys.exit(0)  # runs what is registered for the end of a process
+os.waitpid(child, 0)
+assert both_ways() == [0, 0]
+"""
+
+
+def test_a_forked_child_does_not_end_its_parents_engine() -> None:
+    environ = os.environ | {"MC_FORCE_TCP": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", FORKING], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
