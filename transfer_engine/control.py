@@ -229,6 +229,7 @@ class Control:
 
     def _mapped(self, session: Session, info: RegionInfo) -> Region:
         region = Region(info.address, info.length, location=info.location, owner=info, keys=info.keys)
+        region.nic_shift = info.nic_shift % (1 << 64)
         config, identity = self._engine.config, session.record.identity
         foreign = session.record.same_host and "shm" in identity.transports and "shm" in config.transports
         if foreign and config.shm_mapping and info.fd >= 0:

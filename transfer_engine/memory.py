@@ -45,6 +45,8 @@ class Region:
     references: int = 1
     uses: int = 0
     closing: bool = False
+    nic_shift: int = 0
+    """What NICs add to its addresses, modulo 2**64: they know a dmabuf's bytes by its offsets, everything else by our addresses."""
     device: int = field(init=False)
     """Ordinal of the GPU that holds it; HOST: none."""
 

@@ -95,7 +95,8 @@ REQUEST, REPLY = 0, 1
 
 class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
     """A registered region as peers see it; `fd` (-1: none), `inode` and `file_offset` say where a peer on this host can map it;
-    `keys` are its remote keys, one per NIC in the order of `Reply.nics`; `location` says where it lies (`cuda:N`: no CPU reaches it)."""
+    `keys` are its remote keys, one per NIC in the order of `Reply.nics`; `location` says where it lies (`cuda:N`: no CPU reaches it),
+    `nic_shift` what is added to its addresses with those keys (modulo 2**64; a dmabuf has addresses of its own)."""
 
     address: int
     length: int
@@ -104,6 +105,7 @@ class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
     file_offset: int = 0
     keys: tuple[int, ...] = ()
     location: str = "cpu"
+    nic_shift: int = 0
 
 
 class NicInfo(msgspec.Struct, frozen=True, array_like=True):

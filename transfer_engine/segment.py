@@ -190,7 +190,9 @@ def describe(regions: RegionTable, *, mappable: bool) -> list[RegionInfo]:
         if region.remote_access and not region.closing:
             backing = region.backing if mappable and isinstance(region.backing, RegionInfo) else RegionInfo(0, 0)
             where = (backing.fd, backing.inode, backing.file_offset)
-            infos.append(RegionInfo(region.address, region.length, *where, region.keys, region.location))
+            infos.append(
+                RegionInfo(region.address, region.length, *where, region.keys, region.location, region.nic_shift)
+            )
     return infos
 
 

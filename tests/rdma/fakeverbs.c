@@ -18,6 +18,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 enum { MAX_NICS = 16, MAX_SEND = 16384, MAX_CQE = 1 << 20, MAX_QPS = 65536, MAX_EVENTS = 256, MAX_SGE = 4, MAX_CONTEXTS = 256 };
@@ -28,7 +29,8 @@ struct channel { struct ibv_comp_channel c; struct queue *ring[MAX_EVENTS]; unsi
 struct entry { struct ibv_wc wc; unsigned long serial; };
 struct queue { struct ibv_cq cq; struct entry *ring; unsigned head, tail, size; int armed, users; };
 struct domain { struct ibv_pd pd; int users; };
-struct region { struct ibv_mr mr; int access; struct region *next; };
+/* `delta`: from an address as the NIC knows it to where we reach the byte; other than 0 for a dmabuf, which is `mapped`. */
+struct region { struct ibv_mr mr; int access; uint64_t delta; void *mapped; size_t mapped_length; struct region *next; };
 struct request { struct ibv_send_wr wr; struct ibv_sge sge[MAX_SGE]; };
 struct pair {
     struct ibv_qp qp;
@@ -245,14 +247,16 @@ static enum ibv_wc_status copy(struct pair *p, struct pair *far, struct request 
     int reading = r->wr.opcode == IBV_WR_RDMA_READ;
     uint64_t remote = r->wr.wr.rdma.remote_addr, length = length_of(r);
     int right = reading ? IBV_ACCESS_REMOTE_READ : IBV_ACCESS_REMOTE_WRITE;
+    struct region *mine[MAX_SGE] = {0}, *theirs = NULL;
     for (int i = 0; i < r->wr.num_sge; i++)
-        if (r->sge[i].length && !find(r->sge[i].lkey, p->qp.pd, r->sge[i].addr, r->sge[i].length, reading ? IBV_ACCESS_LOCAL_WRITE : 0))
+        if (r->sge[i].length && !(mine[i] = find(r->sge[i].lkey, p->qp.pd, r->sge[i].addr, r->sge[i].length, reading ? IBV_ACCESS_LOCAL_WRITE : 0)))
             return IBV_WC_LOC_PROT_ERR;
-    if (length && (!(far->at.qp_access_flags & right) || !find(r->wr.wr.rdma.rkey, far->qp.pd, remote, length, right)))
+    if (length && (!(far->at.qp_access_flags & right) || !(theirs = find(r->wr.wr.rdma.rkey, far->qp.pd, remote, length, right))))
         return IBV_WC_REM_ACCESS_ERR;
     for (int i = 0; i < r->wr.num_sge; remote += r->sge[i++].length) {
-        if (reading) memcpy((void *)r->sge[i].addr, (void *)remote, r->sge[i].length);
-        else memcpy((void *)remote, (void *)r->sge[i].addr, r->sge[i].length);
+        if (!r->sge[i].length) continue;
+        void *here = (void *)(r->sge[i].addr + mine[i]->delta), *there = (void *)(remote + theirs->delta);
+        memcpy(reading ? here : there, reading ? there : here, r->sge[i].length);
     }
     nics[p->nic].bytes += length;
     return IBV_WC_SUCCESS;
@@ -351,12 +355,17 @@ int ibv_dealloc_pd(struct ibv_pd *pd) {
     return 0;
 }
 
-static struct ibv_mr *reg(struct ibv_pd *pd, void *address, size_t length, int access) {
-    uint64_t first = (uint64_t)address & ~4095ULL, end = ((uint64_t)address + length + 4095) & ~4095ULL;
-    unsigned char *resident = malloc((end - first) / 4096 + 1);
+/* What the CPU cannot touch, a NIC without peer memory cannot either. */
+static int reachable(uint64_t address, size_t length) {
+    uint64_t first = address & ~4095ULL, end = (address + length + 4095) & ~4095ULL;
+    unsigned char *resident = malloc((end - first) / 4096 + 1), byte;
     int mapped = !mincore((void *)first, end - first, resident);
     free(resident);
-    if (!mapped) return none(EFAULT);
+    struct iovec to = {&byte, 1}, of = {(void *)address, 1};
+    return mapped && process_vm_readv(getpid(), &to, 1, &of, 1, 0) == 1;
+}
+static struct ibv_mr *reg(struct ibv_pd *pd, void *address, size_t length, int access, uint64_t delta) {
+    if (!reachable((uint64_t)address + delta, length)) return none(EFAULT);
     if (access & IBV_ACCESS_ON_DEMAND) return none(EINVAL);
     struct region *made = calloc(1, sizeof *made);
     made->mr.context = pd->context;
@@ -364,6 +373,7 @@ static struct ibv_mr *reg(struct ibv_pd *pd, void *address, size_t length, int a
     made->mr.addr = address;
     made->mr.length = length;
     made->access = access;
+    made->delta = delta;
     pthread_mutex_lock(&lock);
     made->mr.lkey = made->mr.rkey = next_key += 0x11; /* never used again */
     made->next = regions;
@@ -374,11 +384,21 @@ static struct ibv_mr *reg(struct ibv_pd *pd, void *address, size_t length, int a
     return &made->mr;
 }
 #undef ibv_reg_mr
-struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *address, size_t length, int access) { return reg(pd, address, length, access); }
+struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *address, size_t length, int access) { return reg(pd, address, length, access, 0); }
 struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *address, size_t length, uint64_t iova, unsigned access) {
-    return reg(pd, address, length, access);
+    return reg(pd, address, length, access, 0);
 }
-struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) { return none(EOPNOTSUPP); }
+/* Any file that can be mapped serves as a dmabuf. */
+struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {
+    if ((offset ^ iova) & 4095) return none(EINVAL);
+    size_t before = offset & 4095, whole = (before + length + 4095) & ~4095ULL;
+    char *mapped = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_SHARED, fd, offset - before);
+    if (mapped == MAP_FAILED) return none(EOPNOTSUPP);
+    struct ibv_mr *made = reg(pd, (void *)iova, length, access, (uint64_t)mapped + before - iova);
+    if (!made) return munmap(mapped, whole), NULL;
+    ((struct region *)made)->mapped = mapped, ((struct region *)made)->mapped_length = whole;
+    return made;
+}
 int ibv_dereg_mr(struct ibv_mr *mr) {
     pthread_mutex_lock(&lock);
     for (struct region **at = &regions; *at; at = &(*at)->next)
@@ -386,6 +406,7 @@ int ibv_dereg_mr(struct ibv_mr *mr) {
     ((struct domain *)mr->pd)->users--;
     live--;
     pthread_mutex_unlock(&lock);
+    if (((struct region *)mr)->mapped) munmap(((struct region *)mr)->mapped, ((struct region *)mr)->mapped_length);
     free(mr);
     return 0;
 }

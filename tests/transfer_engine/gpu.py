@@ -85,6 +85,10 @@ class Gpu:
         """The nth call of a driver function from now on returns `code`; "copy": the nth copy fails on its stream."""
         self._library.fake_fail(name.encode(), nth, code)
 
+    def dmabuf(self, able: bool) -> None:
+        """Whether GPU, driver and kernel can export memory."""
+        self._library.fake_dmabuf(int(able))
+
     def failures(self) -> int:
         """Failures met since `fail`."""
         return int(self._library.fake_failures())

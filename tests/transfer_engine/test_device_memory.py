@@ -283,9 +283,9 @@ def test_a_region_as_dmabuf() -> None:
         for name in ("cuPointerSetAttribute", "cuMemGetHandleForAddressRange", "cuDeviceGetAttribute"):
             gpu.fail(name)
             assert engine.devices.dmabuf_fd(region) is None
-        gpu._library.fake_dmabuf(0)
+        gpu.dmabuf(False)
         assert engine.devices.dmabuf_fd(region) is None
-        gpu._library.fake_dmabuf(1)
+        gpu.dmabuf(True)
     gpu.free_all()
 
 

@@ -11,6 +11,7 @@ import select
 from typing import Any
 
 from mooncake.common.errors import TransferError
+from transfer_engine.device.staging import DmaBuf
 from transfer_engine.memory import Region
 from transfer_engine.protocol import NicInfo
 from transfer_engine.transports.rdma import verbs
@@ -60,14 +61,17 @@ class Device:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def register(self, region: Region) -> int:
-        """Pin a region and give it keys; returns the remote one. Raises TransferError."""
+    def register(self, region: Region, dmabuf: DmaBuf | None = None) -> int:
+        """Pin a region, by its address or as a dmabuf, and give it keys; returns the remote one. Raises TransferError."""
         e = self.api.e
         access = e.IBV_ACCESS_LOCAL_WRITE
         if region.remote_access:
             access |= e.IBV_ACCESS_REMOTE_WRITE | e.IBV_ACCESS_REMOTE_READ
         try:
-            made = self.api.MR(self.pd, region.length, access, address=region.address)
+            if dmabuf is not None:
+                made = self.api.DmaBufMR(self.pd, region.length, access, dmabuf=dmabuf.fd, offset=dmabuf.offset)
+            else:
+                made = self.api.MR(self.pd, region.length, access, address=region.address)
         except self.api.Error as error:
             raise TransferError(f"{self.name} refuses memory at {region.address:#x}: {error}{_hint(region)}") from error
         self._regions[region] = made
@@ -125,5 +129,5 @@ def _readable(fd: int) -> bool:
 
 def _hint(region: Region) -> str:
     if region.location.startswith("cuda"):
-        return " (GPU memory needs a NIC and driver with peer access: modprobe nvidia-peermem)"
+        return " (GPU memory needs a NIC and driver with peer access: NVIDIA's open kernel modules for dmabuf, or modprobe nvidia-peermem)"
     return " (locked memory is limited: ulimit -l unlimited, or LimitMEMLOCK=infinity in a service)"

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, TransferError
 from transfer_engine.lanes import Job, Slice
-from transfer_engine.memory import Hold
+from transfer_engine.memory import Hold, Region
 from transfer_engine.segment import Session
+from transfer_engine.slices import U64, Index
 from transfer_engine.transports.base import Host
 from transfer_engine.transports.rdma import counters, verbs
 from transfer_engine.transports.rdma.chain import TAIL, Piece
@@ -166,10 +168,15 @@ class Scheduler:
         mine, regions = self._engine.memory.rows(columns.local, columns.length)
         local_keys = {row: device.local_key(regions[row]) for row in set(mine.tolist())}
         remote_keys = {row: hold.table[row].keys[remote] for row in set(hold.rows.tolist())}
+        near, away = columns.local, columns.remote
+        if self._engine.memory.has_devices:
+            near = _as_nics_know(near, mine, regions)
+        if endpoint.session.regions.has_devices:
+            away = _as_nics_know(away, hold.rows, hold.table)
         return [
             Piece(local, local_keys[here], far, remote_keys[there], length)
             for local, here, far, there, length in zip(
-                columns.local.tolist(), mine.tolist(), columns.remote.tolist(), hold.rows.tolist(),
+                near.tolist(), mine.tolist(), away.tolist(), hold.rows.tolist(),
                 columns.length.tolist(), strict=True,
             )
         ]  # fmt: skip
@@ -345,6 +352,14 @@ class Scheduler:
     def quiet(self) -> bool:
         with self._guard:
             return self.lifecycle.settled
+
+
+def _as_nics_know(address: U64, rows: Index, regions: Sequence[Region]) -> U64:
+    """Addresses as the keys of their regions want them."""
+    shifts = {row: regions[row].nic_shift for row in set(rows.tolist())}
+    if not any(shifts.values()):
+        return address
+    return address + np.array([shifts[row] for row in rows.tolist()], np.uint64)
 
 
 def location_groups(locations: list[str], rows: np.ndarray) -> dict[str, np.ndarray]:

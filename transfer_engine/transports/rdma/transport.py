@@ -7,6 +7,7 @@ know: scheduling, faults (scheduler, lifecycle). docs/transfer_engine.md states 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -74,6 +75,8 @@ class RdmaTransport:
 
     def register(self, region: Region) -> tuple[int, ...]:
         with self._registering:
+            if keys := self._as_dmabuf(region):
+                return keys
             try:
                 return tuple(nic.device.register(region) for nic in self._nics)
             except TransferError as error:
@@ -82,6 +85,22 @@ class RdmaTransport:
                     raise
                 log.warning("GPU memory goes by other transports: %s", error)
                 return ()
+
+    def _as_dmabuf(self, region: Region) -> tuple[int, ...]:
+        """Keys of GPU memory that all NICs reach without nvidia-peermem. pyverbs gives a dmabuf the addresses of its offsets."""
+        found = self.engine.devices.dmabuf_fd(region) if verbs.load().DmaBufMR is not None else None
+        if found is None:
+            return ()
+        try:
+            keys = tuple(nic.device.register(region, found) for nic in self._nics)
+        except TransferError as error:
+            log.info("no dmabuf: %s", error)
+            self._unregister(region)
+            return ()
+        finally:
+            os.close(found.fd)
+        region.nic_shift = (found.offset - region.address) % (1 << 64)
+        return keys
 
     def unregister(self, region: Region) -> None:
         with self._registering:

@@ -34,6 +34,8 @@ class Api(NamedTuple):
     CQ: Any
     PD: Any
     MR: Any
+    DmaBufMR: Any
+    """None before rdma-core 34."""
     QP: Any
     QPAttr: Any
     QPCap: Any
@@ -71,6 +73,7 @@ def load() -> Api:
     homes |= dict.fromkeys(("QP", "QPAttr", "QPCap", "QPInitAttr"), "qp")
     homes |= dict.fromkeys(("AHAttr", "GID", "GlobalRoute"), "addr")
     classes = {name: getattr(module[home], name) for name, home in homes.items()}
+    classes["DmaBufMR"] = getattr(module["mr"], "DmaBufMR", None)
     return Api(**classes, e=enums, Error=module["pyverbs_error"].PyverbsError, device_names=device_names)
 
 
