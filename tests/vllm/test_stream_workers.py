@@ -14,11 +14,24 @@ from tests.vllm.half_engines import HalfEngine, chunk, until
 TARGET, SOURCE = [9, 3, 4], [5, 6, 1]
 
 
-@pytest.fixture(params=[("tcp",), ("local",)], ids=lambda transports: transports[0])
+WAYS = [
+    "tcp",
+    "local",
+    pytest.param("rdma-fake", marks=pytest.mark.elsewhere("fake")),
+    pytest.param("rdma-vm", marks=[pytest.mark.slow, pytest.mark.elsewhere("vm")]),
+]
+NICS = {
+    "rdma-fake": (("fake0", "fake1"), ("fake2", "fake3")),
+    "rdma-vm": (("rxe_a0", "rxe_a1"), ("rxe_b0", "rxe_b1")),
+}
+
+
+@pytest.fixture(params=WAYS)
 def pair(request: Any) -> Iterator[tuple[HalfEngine, HalfEngine]]:
-    transfer = {"transports": request.param}
-    producer = HalfEngine("p", seed=1, transfer=transfer, reserve_every_s=0.2)
-    consumer = HalfEngine("d", seed=2, transfer=transfer, reserve_every_s=0.2)
+    transports = (request.param.split("-")[0],)
+    ours, theirs = ({"transports": transports, "nics": nics} for nics in NICS.get(request.param, ((), ())))
+    producer = HalfEngine("p", seed=1, transfer=ours, reserve_every_s=0.2)
+    consumer = HalfEngine("d", seed=2, transfer=theirs, reserve_every_s=0.2)
     yield producer, consumer
     consumer.close()
     producer.close()
