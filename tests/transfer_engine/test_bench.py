@@ -179,6 +179,21 @@ def test_the_check_sees_one_wrong_byte(transport: type[FakeTransport], opcode: O
             assert phase.run().operations == 4
 
 
+@pytest.mark.elsewhere("fake")
+def test_bytes_are_told_nic_by_nic() -> None:
+    load = Load(block_bytes=256 << 10, batch=8, threads=2, ops=20, seconds=1.0, deadline_s=10.0, check=True, seed=0)
+    with (
+        TransferEngine(EngineConfig(transports=("rdma",), nics=("fake2", "fake3"))) as far,
+        TransferEngine(EngineConfig(transports=("rdma",), nics=("fake0", "fake1"))) as engine,
+    ):
+        memory = far.allocate_shared(load.total_bytes)
+        segment = engine.open_segment(far.address)
+        for opcode in Opcode:
+            found = Phase(opcode, load, engine, segment, memory.address).run()
+            assert found.moved.keys() == {("rdma", "fake0"), ("rdma", "fake1")}
+            assert sum(found.moved.values()) == 20 * load.op_bytes
+
+
 def test_latencies_are_bounded_and_a_sample_of_all() -> None:
     kept = Latencies(seed=1)
     for value in range(4 * SAMPLES):

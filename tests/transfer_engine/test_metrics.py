@@ -68,10 +68,16 @@ def test_what_engines_counted_is_exported(pair: Pair) -> None:
     values = metrics.values([stats])
     for op in ("read", "write"):
         if transport != "fake":  # counts nothing
-            assert values["bytes_total"][transport, "", op] >= n_bytes
-            assert values["slice_seconds_total"][transport, "", op] > 0
+            paths = [(way, nic) for way, nic, _ in values["bytes_total"]]
+            assert {way for way, _ in paths} == {transport}
+            assert all(bool(nic) == (transport == "rdma") for _, nic in paths), "by NIC where there are any"
+            assert sum(n for (_, _, of), n in values["bytes_total"].items() if of == op) >= n_bytes
+            assert sum(s for (_, _, of), s in values["slice_seconds_total"].items() if of == op) > 0
     assert values["transfers_total"]["completed",] >= 2
     assert values["regions"][()] >= 1
+    if transport == "rdma":
+        assert values["open_endpoints"][()] >= 1 and values["connects_total"]["rdma",] >= 1
+        assert values["queued_slices"]["rdma",] == 0
     if transport == "tcp":
         assert values["open_streams"][()] >= 1 and values["connects_total"]["tcp",] >= 1
         assert values["queued_slices"]["tcp",] == 0
