@@ -50,10 +50,12 @@ install_packages() { DEBIAN_FRONTEND=noninteractive "${apt[@]}" install --no-ins
 
 # unpack PACKAGE FOLDER: the folder appears only when it is whole.
 unpack() {
-    local work
+    local work status=0
     work=$(mktemp -d -p "$cache")
-    (cd "$work" && chmod 755 . && apt-get -o Acquire::Retries=3 -qq download "$1") &&
-        dpkg-deb -x "$work"/*.deb "$work/root" && rm -rf "$2" && mv "$work/root" "$2" && rm -rf "$work"
+    { (cd "$work" && apt-get -o Acquire::Retries=3 -qq download "$1") && dpkg-deb -x "$work"/*.deb "$work/root" &&
+        rm -rf "$2" && mv "$work/root" "$2"; } || status=1
+    rm -rf "$work"
+    return $status
 }
 
 unpack_kernel() {

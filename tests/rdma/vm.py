@@ -79,12 +79,12 @@ def _share(number: int, tag: str, folder: Path, options: str = "") -> list[str]:
     return ["-fsdev", device, "-device", f"virtio-9p-pci,fsdev=fs{number},mount_tag={tag}"]
 
 
-def _numa(memory_mib: int) -> list[str]:
-    """Node 0 and 1, each with a processor, half of the memory, a PCI bus and a NIC whose address ends in its number."""
+def _numa(cpus: int, memory_mib: int) -> list[str]:
+    """Node 0 and 1, each with half of the processors and of the memory, a PCI bus, and a NIC whose address ends in its number."""
     out: list[str] = []
-    for node in (0, 1):
+    for node, first, last in ((0, 0, cpus // 2 - 1), (1, cpus // 2, cpus - 1)):
         out += ["-object", f"memory-backend-ram,id=mem{node},size={memory_mib // 2}M"]
-        out += ["-numa", f"node,nodeid={node},cpus={node},memdev=mem{node}"]
+        out += ["-numa", f"node,nodeid={node},cpus={first}-{last},memdev=mem{node}"]
         out += ["-device", f"pxb-pcie,id=pxb{node},bus=pcie.0,bus_nr={64 + 32 * node},numa_node={node}"]
         out += ["-device", f"pcie-root-port,id=port{node},bus=pxb{node},chassis={node + 1}"]
         out += ["-netdev", f"hubport,id=net{node},hubid=0"]
@@ -103,7 +103,7 @@ def _qemu(machine: Machine, job: Path) -> list[str]:
     command += _share(0, "hostroot", Path("/"), ",readonly=on") + _share(1, "job", job)
     for number, folder in enumerate(machine.shared, 2):
         command += _share(number, f"share{number}", folder)
-    return command + (_numa(machine.memory_mib) if machine.numa else [])
+    return command + (_numa(machine.cpus, machine.memory_mib) if machine.numa else [])
 
 
 def _guest_script(machine: Machine, command: Sequence[str], cwd: Path) -> str:
@@ -126,6 +126,12 @@ def _pump(fifo: Path, output: Callable[[bytes], object]) -> None:
     with fifo.open("rb", buffering=0) as stream:
         while data := stream.read(65536):
             output(data)
+
+
+def _let_go(fifo: Path) -> None:
+    """A reader that waits for a writer which died before it came would wait for ever."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def _text(path: Path) -> str:
@@ -153,10 +159,11 @@ def run(
         (job / "guest.sh").write_text(_guest_script(machine, command, cwd))
         os.mkfifo(job / "output")
         qemu = _qemu(machine, job)
+        process = subprocess.Popen(qemu, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
         pump = threading.Thread(target=_pump, args=(job / "output", output), daemon=True)
         pump.start()
-        process = subprocess.Popen(qemu, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
         in_time = _wait(process, timeout_s)
+        _let_go(job / "output")
         pump.join(5)
         status = _text(job / "status").strip()
         code = int(status) if status else DIED if in_time else TIMED_OUT
@@ -175,7 +182,7 @@ def main() -> int:
     parser.add_argument("--cpus", type=int, default=2, help="virtual processors")
     parser.add_argument("--memory", type=int, default=3072, help="MiB")
     parser.add_argument("--timeout", type=float, default=300, help="seconds; past it the guest is ended")
-    parser.add_argument("--numa", action="store_true", help="two NUMA nodes with a NIC each")
+    parser.add_argument("--numa", action="store_true", help="two NUMA nodes with a NIC each (at least 2 processors)")
     parser.add_argument("--bare", action="store_true", help="without the soft-RoCE pairs")
     parser.add_argument("--share", action="append", default=[], type=Path, help="a folder that is writable from inside")
     parser.add_argument("command", nargs="+")
