@@ -27,7 +27,7 @@ from transfer_engine.transports.rdma.peer import Peer
 CONFIRM_S = 0.4
 FLUSH_S = 0.3
 GRACE_S = 0.1
-_BUSY_TICK_S, _IDLE_TICK_S = 0.05, 1.0
+_BUSY_TICK_S, _IDLE_TICK_S, _EMPTY_TICK_S = 0.05, 0.2, 5.0
 _OPENING = (EndpointState.CONNECTING, EndpointState.PROBING)
 
 
@@ -100,8 +100,12 @@ class Lifecycle:
             if reply.endpoint is None:
                 raise ProtocolViolation("no endpoint in the answer")
         except MooncakeError as error:
-            with self._guard:
-                return self.broke(endpoint, error)
+            session = endpoint.session
+            cut_off = session.down is None and (session.link is None or not session.link.alive)
+            with (
+                self._guard
+            ):  # a control connection that broke under the question is dialled again, and says nothing of the path
+                return self.broke(endpoint, error, blame=not cut_off)
         offer = reply.endpoint
         endpoint.nic.call(lambda: self._connect(endpoint, offer))
 
@@ -199,7 +203,7 @@ class Lifecycle:
 
     def tick(self, now: float) -> float:
         """See to what is overdue; returns seconds until the next look."""
-        wait_s = _IDLE_TICK_S
+        wait_s = _IDLE_TICK_S if self._peers else _EMPTY_TICK_S
         for endpoint in self.endpoints:
             self._look_at(endpoint, now)
             if endpoint.out or endpoint.state in _OPENING:

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, TransferError
+from transfer_engine.batch import Submission
 from transfer_engine.lanes import Job, Slice
 from transfer_engine.memory import Hold, Region
 from transfer_engine.segment import Session
@@ -29,6 +30,8 @@ from transfer_engine.transports.rdma.nic import Nic
 from transfer_engine.transports.rdma.path import PathTable, Plan, Tiers
 from transfer_engine.transports.rdma.peer import Peer, Waiting
 from transfer_engine.types import TransferState
+
+HELP_S = 100e-6
 
 
 class Elsewhere(Protocol):
@@ -82,6 +85,14 @@ class Scheduler:
             self._pump_peer(peer, now)
         return True
 
+    def help(self, submission: Submission) -> None:
+        """On a thread that waits for the end: look for completions for a moment. Without the lock."""
+        until = time.perf_counter() + HELP_S
+        while submission.bytes_left and not submission.doomed and time.perf_counter() < until:
+            for nic in self.nics:
+                if nic.posted:
+                    self.drain(nic)
+
     @property
     def queued(self) -> int:
         """Slices that are on no NIC yet."""
@@ -119,7 +130,7 @@ class Scheduler:
 
     def _pump_peer(self, peer: Peer, now: float) -> None:
         while (head := peer.head()) is not None:
-            if head.job.submission.doomed:
+            if head.job.submission.doomed or not head.job.left:
                 peer.drop(head)
                 continue
             plan = self._plan(peer, head.tiers, now)
@@ -310,7 +321,8 @@ class Scheduler:
     def _give_up(self, peer: Peer) -> None:
         """No path works: end, or send elsewhere, what waits."""
         jobs = peer.drain()
-        error = PeerUnavailable(f"{peer.session.address}: no RDMA path works; the last error: {peer.last_error}")
+        text = f"{peer.session.address}: no RDMA path works; the last error: {peer.last_error}"
+        error = peer.session.down or PeerUnavailable(text)
         self._guard.later(lambda: self._refuse(peer.session, jobs, error))
 
     def _refuse(self, session: Session, jobs: list[Job], error: MooncakeError) -> None:

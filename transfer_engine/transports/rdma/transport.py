@@ -22,7 +22,7 @@ from transfer_engine.lanes import Job
 from transfer_engine.memory import Region
 from transfer_engine.protocol import EndpointOffer, NicInfo
 from transfer_engine.segment import PeerRecord, Session
-from transfer_engine.slices import Columns, slice_size, split, split_at
+from transfer_engine.slices import Columns, split, split_at
 from transfer_engine.topology import Topology
 from transfer_engine.topology_sysfs import Nic as TopologyNic
 from transfer_engine.transports.base import Host
@@ -32,6 +32,9 @@ from transfer_engine.transports.rdma.nic import CHAIN, Nic
 from transfer_engine.transports.rdma.path import Tiers
 from transfer_engine.transports.rdma.scheduler import Scheduler, location_groups
 from transfer_engine.transports.rdma.served import ServedEndpoints
+
+INLINE_BYTES = 128 << 10
+"""A job up to this size is looked after by the thread that waits for it: a thread switch less."""
 
 log = logging.getLogger(__name__)
 
@@ -126,32 +129,37 @@ class RdmaTransport:
                 return None, job
             job = cut
         count = len(session.nics)
-        usable = {row for row in set(rows.tolist()) if row >= 0 and len(regions[row].keys) == count}
-        good = np.isin(rows, list(usable)) & self._keyed_here(job.columns)
-        if not good.any():
+        unusable = [row for row in set(rows.tolist()) if row < 0 or len(regions[row].keys) != count]
+        bad = np.isin(rows, unusable) if unusable else None
+        here, mine = self.engine.memory.rows(job.columns.local, job.columns.length)
+        unreached = [row for row in set(here.tolist()) if row >= 0 and not mine[row].keys]
+        if unreached:
+            bad = np.isin(here, unreached) | (False if bad is None else bad)
+        if bad is not None and bad.all():
             return None, job
         if self._alternative(session) and not self._scheduler.promising(session, self._everywhere()):
             return None, job
-        if good.all():
+        if bad is None:
             return job, None
-        return job.part(job.columns.take(good)), job.part(job.columns.take(~good))
-
-    def _keyed_here(self, columns: Columns) -> np.ndarray:
-        """Which pieces lie in memory that our NICs reach."""
-        rows, regions = self.engine.memory.rows(columns.local, columns.length)
-        without = [row for row in set(rows.tolist()) if row >= 0 and not regions[row].keys]
-        return ~np.isin(rows, without)
+        return job.part(job.columns.take(~bad)), job.part(job.columns.take(bad))
 
     def submit(self, job: Job) -> None:
-        session, config = job.session, self.engine.config
+        session = job.session
         assert isinstance(session, Session)
         for location, columns in self._by_location(job.columns).items():
             tiers = self._tiers(location, job.submission.nic)
-            size = slice_size(job.n_bytes, len(tiers[0]), config.rdma_slice_min_bytes, config.rdma_slice_bytes)
+            size = self._slice_bytes(job.n_bytes, len(tiers[0]))
             part = job.part(split(columns, min(size, self._message_bytes)))
             part.cut(size, CHAIN)
             if not self._scheduler.add(session, part, tiers):
                 job.submission.abort_closed()
+        if job.submission.inline_thread == threading.get_ident() and job.n_bytes <= INLINE_BYTES:
+            self._scheduler.help(job.submission)
+
+    def _slice_bytes(self, n_bytes: int, paths: int) -> int:
+        """One slice a path while that keeps them between the limits: every slice costs Python the same, whatever its size."""
+        config = self.engine.config
+        return max(config.rdma_slice_min_bytes, min(config.rdma_slice_bytes, -(-n_bytes // paths)))
 
     def _by_location(self, columns: Columns) -> dict[str, Columns]:
         rows, regions = self.engine.memory.rows(columns.local, columns.length)
