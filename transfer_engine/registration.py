@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from transfer_engine import numa
 from transfer_engine.control import Control
 from transfer_engine.device import location as locations
 from transfer_engine.device.staging import DeviceMemory
@@ -50,6 +51,7 @@ class Registration:
                 return
             self._table.reject_overlap(region)  # before the NICs pin it
             region.keys = self.keyed.register(region)
+            region.location = _settled(region)
             try:
                 self._table.add(region)
             except BaseException:
@@ -93,6 +95,12 @@ class Registration:
             buffer.close()
         self._table.clear()
         self._devices.close()
+
+
+def _settled(region: Region) -> str:
+    """`cpu` becomes `cpu:<NUMA node>` where all of it lies on one. Only now that NICs have pinned it is all of it somewhere."""
+    node = numa.node_of(region.address, region.length) if region.location == "cpu" else None
+    return region.location if node is None else f"cpu:{node}"
 
 
 def extent(buffer: Any) -> tuple[int, int, str]:

@@ -67,6 +67,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     for report in _reports(item, runs[place]):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # The test before this one kept what the two share (their module's fixtures); what comes next may not share it.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 
