@@ -35,8 +35,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """File with its private key (PEM, not encrypted)."""
     tls_ca: str = ""
     """File with the certificates (PEM) of the authorities whose members may connect: the cluster's own, nobody else's."""
-    transports: tuple[str, ...] = ("local", "shm", "tcp")
-    """Allowed ways, in order of preference; a single one forces it. Also limits what peers may use towards us."""
+    transports: tuple[str, ...] = ("local", "shm", "rdma", "tcp")
+    """Allowed ways, in order of preference; a single one forces it. Also limits what peers may use towards us. One that this
+    machine cannot offer (rdma without a NIC) is left out, unless it is the only one."""
     nics: tuple[str, ...] = ()
     """NICs that this engine may use (device names); empty: all. Disjoint sets keep two engines' traffic apart."""
     topology_file: str = ""
@@ -159,4 +160,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) > 1:
             raise ConfigError("transfer engine: tls_cert, tls_key and tls_ca go together: set all three or none")
         if not self.transports:
-            raise ConfigError("transfer engine: transports must name at least one of local, shm, tcp")
+            raise ConfigError("transfer engine: transports must name at least one of local, shm, rdma, tcp")

@@ -347,6 +347,40 @@ def test_ten_thousand_small_transfers_leave_nothing_behind(sides: Sides, fabric:
     assert grown < 2048, f"{grown} KiB more for 10,000 requests: work requests are never freed, they must be reused"
 
 
+def test_eight_engines_share_few_endpoints(fabric: Fabric) -> None:
+    """10,000 small transfers, everybody to everybody, with room for half of the peers each."""
+    engines = [_engine(f"fake{i % 4}", rdma_max_endpoints=4) for i in range(8)]
+    memory = [np.full(MIB, i, np.uint8) for i in range(8)]
+    bases = [engine.register_buffer(block) for engine, block in zip(engines, memory, strict=True)]
+    problems: list[str] = []
+
+    def work(me: int) -> None:
+        random, engine = np.random.default_rng(me), engines[me]
+        local = np.zeros(25 * 4096, np.uint8)
+        at = engine.register_buffer(local)
+        segments = [engine.open_segment(other.address) for other in engines]
+        for _ in range(50):
+            peer = int(random.integers(0, 8))
+            requests = [
+                TransferRequest(Opcode.READ, at + 4096 * i, segments[peer], bases[peer] + 4096 * i, 4096)
+                for i in range(25)
+            ]
+            engine.transfer_sync(requests, 30.0)
+            if set(local.tolist()) != {peer}:
+                problems.append(f"{me} from {peer}: wrong bytes")
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not problems and not any(thread.is_alive() for thread in threads)
+    assert sum(engine.stats()["rdma_read_slices"] for engine in engines) >= 400
+    _until(lambda: sum(e.stats()["open_endpoints"] for e in engines) <= 2 * 4 * 8, "bounded on both sides")
+    for engine in engines:
+        engine.close()
+
+
 # --- keys and fences ------------------------------------------------------------------------------------------------
 
 
