@@ -57,7 +57,12 @@ from transfer_engine.work import Terms, Work, check_notify
 
 Requests = Sequence[TransferRequest] | TransferVector
 TransportFactory = Callable[[Host], Transport]
-_FACTORIES: dict[str, TransportFactory] = {"local": LocalTransport, "shm": ShmTransport, "rdma": RdmaTransport, "tcp": TcpTransport}
+_FACTORIES: dict[str, TransportFactory] = {
+    "local": LocalTransport,
+    "shm": ShmTransport,
+    "rdma": RdmaTransport,
+    "tcp": TcpTransport,
+}
 _CANCEL_GRACE_S = 0.2
 
 
@@ -421,14 +426,18 @@ class TransferEngine:
         gauges: dict[str, float] = {"open_streams": 0}
         for transport in self._transports:
             gauges |= transport.gauges()
-        return self.counters.snapshot() | self.devices.stats() | {
-            "open_connections": self._listener.connections,
-            "open_links": len(self.connections.links()),
-            "open_sessions": len(self.connections.sessions()),
-            **gauges,
-            "live_transfers": self._work.live,
-            "regions": len(self.memory.regions()),
-        }
+        return (
+            self.counters.snapshot()
+            | self.devices.stats()
+            | {
+                "open_connections": self._listener.connections,
+                "open_links": len(self.connections.links()),
+                "open_sessions": len(self.connections.sessions()),
+                **gauges,
+                "live_transfers": self._work.live,
+                "regions": len(self.memory.regions()),
+            }
+        )
 
     def close(self) -> None:
         """Cancel what runs, tell peers, end all threads and give all memory back; at most 3 s. Idempotent."""
