@@ -31,7 +31,7 @@ class Device:
             self.channel, self.completion_fd = verbs.opened(lambda: api.CompChannel(self.context))
             attributes = self.context.query_device()
             self.depth = min(completions, attributes.max_cqe)
-            """Completions that fit: no more work requests may be out at one time."""
+            """Completions that fit."""
             self.max_reads = max(1, min(16, attributes.max_qp_rd_atom))
             self.max_requests = attributes.max_qp_wr
             state = self.context.query_port(port)

@@ -78,11 +78,11 @@ class Endpoint:
         return bool(self.out) or self.state is not EndpointState.READY
 
     def room(self, config: EngineConfig, depth: int) -> bool:
-        """Whether one more chain fits."""
+        """Whether one more chain fits. Half of the completion queue is left to what dead queue pairs leave behind."""
         return (
             self.requests + CHAIN <= depth
             and self.outstanding_bytes < config.rdma_window_bytes
-            and self.nic.posted + CHAIN <= self.nic.device.depth
+            and self.nic.posted + CHAIN <= self.nic.device.depth // 2
         )
 
     # --- on the NIC's thread, without the lock ----------------------------------------------------------------------

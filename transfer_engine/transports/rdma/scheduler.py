@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
 from typing import Protocol
-
-import numpy as np
 
 from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, TransferError
 from transfer_engine.batch import Submission
 from transfer_engine.lanes import Job, Slice
-from transfer_engine.memory import Hold, Region
 from transfer_engine.segment import Session
-from transfer_engine.slices import U64, Index
 from transfer_engine.transports.base import Host
 from transfer_engine.transports.rdma import counters, verbs
-from transfer_engine.transports.rdma.chain import TAIL, Piece
+from transfer_engine.transports.rdma.chain import TAIL
 from transfer_engine.transports.rdma.endpoint import Endpoint, EndpointState, Posted
 from transfer_engine.transports.rdma.guard import Guard
+from transfer_engine.transports.rdma.keys import keyed
 from transfer_engine.transports.rdma.lifecycle import Lifecycle
 from transfer_engine.transports.rdma.nic import Nic
 from transfer_engine.transports.rdma.path import PathTable, Plan, Tiers
@@ -164,7 +160,9 @@ class Scheduler:
                 return self._guard.later(lambda: self._ask_anew(piece))
             return self._guard.later(lambda: submission.fail_slice(error))
         try:
-            pieces = self._pieces(endpoint, piece, hold)
+            pieces = keyed(
+                piece, hold, self._engine.memory, endpoint.session.regions, endpoint.nic.device, endpoint.path.remote
+            )
         except LookupError:
             gone = NotRegistered(f"{endpoint.session.address}: a range has no key for {endpoint.nic.name} any more")
             endpoint.session.regions.release(hold)
@@ -173,24 +171,6 @@ class Scheduler:
             endpoint.send(piece, pieces, hold)
         except TransferError as error:
             self.lifecycle.broke(endpoint, error)
-
-    def _pieces(self, endpoint: Endpoint, piece: Slice, hold: Hold) -> list[Piece]:
-        columns, device, remote = piece.columns, endpoint.nic.device, endpoint.path.remote
-        mine, regions = self._engine.memory.rows(columns.local, columns.length)
-        local_keys = {row: device.local_key(regions[row]) for row in set(mine.tolist())}
-        remote_keys = {row: hold.table[row].keys[remote] for row in set(hold.rows.tolist())}
-        near, away = columns.local, columns.remote
-        if self._engine.memory.has_devices:
-            near = _as_nics_know(near, mine, regions)
-        if endpoint.session.regions.has_devices:
-            away = _as_nics_know(away, hold.rows, hold.table)
-        return [
-            Piece(local, local_keys[here], far, remote_keys[there], length)
-            for local, here, far, there, length in zip(
-                near.tolist(), mine.tolist(), away.tolist(), hold.rows.tolist(),
-                columns.length.tolist(), strict=True,
-            )
-        ]  # fmt: skip
 
     # --- completions (on a NIC's thread) ----------------------------------------------------------------------------
 
@@ -364,20 +344,3 @@ class Scheduler:
     def quiet(self) -> bool:
         with self._guard:
             return self.lifecycle.settled
-
-
-def _as_nics_know(address: U64, rows: Index, regions: Sequence[Region]) -> U64:
-    """Addresses as the keys of their regions want them."""
-    shifts = {row: regions[row].nic_shift for row in set(rows.tolist())}
-    if not any(shifts.values()):
-        return address
-    return address + np.array([shifts[row] for row in rows.tolist()], np.uint64)
-
-
-def location_groups(locations: list[str], rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Which pieces lie at which memory location; `rows` names each piece's region, `locations` each region's place."""
-    names = {row: locations[row] for row in set(rows.tolist())}
-    if len(set(names.values())) == 1:
-        return {next(iter(names.values())): np.arange(len(rows))}
-    where = np.array([names[row] for row in rows.tolist()])
-    return {place: np.flatnonzero(where == place) for place in sorted(set(names.values()))}

@@ -28,9 +28,10 @@ from transfer_engine.topology_sysfs import Nic as TopologyNic
 from transfer_engine.transports.base import Host
 from transfer_engine.transports.rdma import verbs
 from transfer_engine.transports.rdma.device import Device
+from transfer_engine.transports.rdma.keys import location_groups
 from transfer_engine.transports.rdma.nic import CHAIN, Nic
 from transfer_engine.transports.rdma.path import Tiers
-from transfer_engine.transports.rdma.scheduler import Scheduler, location_groups
+from transfer_engine.transports.rdma.scheduler import Scheduler
 from transfer_engine.transports.rdma.served import ServedEndpoints
 
 INLINE_BYTES = 128 << 10
