@@ -70,7 +70,7 @@ class Machine:
 class Outcome:
     status: int
     console: str
-    """The end of what the guest's kernel printed."""
+    """The end of what the guest's kernel printed, and what QEMU said."""
 
 
 def _share(number: int, tag: str, folder: Path, options: str = "") -> list[str]:
@@ -159,7 +159,10 @@ def run(
         (job / "guest.sh").write_text(_guest_script(machine, command, cwd))
         os.mkfifo(job / "output")
         qemu = _qemu(machine, job)
-        process = subprocess.Popen(qemu, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+        with (job / "qemu").open("wb") as words:
+            process = subprocess.Popen(
+                qemu, stdin=subprocess.DEVNULL, stdout=words, stderr=words, preexec_fn=_die_with_parent
+            )
         pump = threading.Thread(target=_pump, args=(job / "output", output), daemon=True)
         pump.start()
         in_time = _wait(process, timeout_s)
@@ -167,7 +170,7 @@ def run(
         pump.join(5)
         status = _text(job / "status").strip()
         code = int(status) if status else DIED if in_time else TIMED_OUT
-        return Outcome(code, _text(job / "console")[-3000:])
+        return Outcome(code, _text(job / "console")[-3000:] + _text(job / "qemu"))
     finally:
         shutil.rmtree(job, ignore_errors=True)
 

@@ -199,9 +199,9 @@ def test_cancel_ends_a_batch_soon(pair: Pair) -> None:
     pair.engine.submit_transfer(batch, requests, deadline_s=60.0)
     pair.engine.cancel(batch)
     began = time.monotonic()
-    status = pair.engine.wait(batch, 5.0)
+    status = pair.engine.wait(batch, 10.0)
     assert status.state in (TransferState.CANCELLED, TransferState.COMPLETED)  # the fake is done before
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < pair.patience_s
     if status.state is TransferState.CANCELLED:
         assert isinstance(status.error, TransferCancelled) and status.transferred_bytes < 40 * 64 << 20
     pair.engine.free_batch_id(batch)
@@ -211,9 +211,9 @@ def test_a_deadline_ends_a_batch(pair: Pair) -> None:
     batch = pair.engine.allocate_batch_id(100)
     began = time.monotonic()
     pair.engine.submit_transfer(batch, [pair.request(Opcode.READ, 0, 0, 64 << 20)] * 100, deadline_s=0.05)
-    status = pair.engine.wait(batch, 5.0)
+    status = pair.engine.wait(batch, 10.0)
     if pair.way != "fake":
-        assert status.state is TransferState.TIMED_OUT and time.monotonic() - began < 1.0
+        assert status.state is TransferState.TIMED_OUT and time.monotonic() - began < pair.patience_s
     # Local memory is quiet from now on.
     pair.local[:] = 0
     time.sleep(0.1)
