@@ -18,7 +18,7 @@ from tests.native import build
 from tests.rdma import vm
 from tests.rdma.guest_image import CACHE, ROOT
 
-VM_TIMEOUT_S = 420.0
+VM_TIMEOUT_S = 540.0
 FAKE_TIMEOUT_S = 300.0
 FAKE_NICS = 4
 _TAIL = 6000
