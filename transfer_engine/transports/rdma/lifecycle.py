@@ -24,7 +24,8 @@ from transfer_engine.transports.rdma.nic import Nic
 from transfer_engine.transports.rdma.path import Path
 from transfer_engine.transports.rdma.peer import Peer
 
-CONFIRM_S = 0.4
+CONFIRM_S, CONFIRM_MAX_S = 0.4, 2.0
+"""How long a target may take to say that its queue pair is gone: the shorter for a submission that must end now."""
 FLUSH_S = 0.3
 GRACE_S = 0.1
 _BUSY_TICK_S, _IDLE_TICK_S, _EMPTY_TICK_S = 0.05, 0.2, 5.0
@@ -176,21 +177,21 @@ class Lifecycle:
         if not wrote:
             settle(True)
         if endpoint.pair is not None:
-            self._confirm(endpoint, settle if wrote else lambda _: None)
+            self._confirm(endpoint, _patience(lost), settle if wrote else lambda _: None)
 
-    def _confirm(self, endpoint: Endpoint, done: Callable[[bool], None]) -> None:
-        """Ask the target to end its queue pair; `done(whether it is known gone)` follows within CONFIRM_S. Without the lock."""
+    def _confirm(self, endpoint: Endpoint, patience_s: float, done: Callable[[bool], None]) -> None:
+        """Ask the target to end its queue pair; `done(whether it is known gone)` follows in time. Without the lock."""
         session = endpoint.session
         if session.record.process_ended():
             return done(True)
-        deadline = time.monotonic() + CONFIRM_S
+        deadline = time.monotonic() + patience_s
         with self._guard:
             self._confirming[endpoint] = deadline, done
 
         def answered(what: Reply | MooncakeError) -> None:
             self._confirmed(endpoint, not isinstance(what, MooncakeError) and what.code == 0)
 
-        ask_soon(session, StreamClose(endpoint.stream_id, CONFIRM_S), deadline, answered)
+        ask_soon(session, StreamClose(endpoint.stream_id, patience_s), deadline, answered)
 
     def _confirmed(self, endpoint: Endpoint, gone: bool) -> None:
         """Without the lock."""
@@ -236,3 +237,9 @@ class Lifecycle:
             return NotRegistered(f"{endpoint.session.address}: the NIC refused the range: {endpoint.error}")
         kind = TransferError if endpoint.innocent else PeerUnavailable
         return kind(f"{endpoint.session.address}, by {endpoint.nic.name}: {endpoint.error}")
+
+
+def _patience(lost: list[Posted]) -> float:
+    submissions = [posted.piece.job.submission for posted in lost if posted.piece is not None]
+    ends = min((0.0 if s.doomed else s.deadline for s in submissions), default=0.0)
+    return max(CONFIRM_S, min(CONFIRM_MAX_S, ends - time.monotonic()))

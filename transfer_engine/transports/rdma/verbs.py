@@ -1,12 +1,13 @@
 """pyverbs: finding it, and everything that depends on its version or that it leaves out.
 
 Knows: where Debian puts the package, enum modules of old and new releases, which GID to use, where the kernel's event
-descriptors are. Does not know: what is done with them. Nothing is imported before `load`. One port of rdma-core, by
-ctypes-free means only: the descriptors that pyverbs does not tell are found through /proc/self/fd.
+descriptors are. Does not know: what is done with them. Nothing is imported before `load`. Descriptors that
+pyverbs does not tell are found through /proc/self/fd.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -68,6 +69,10 @@ def load() -> Api:
             return [device.name.decode() for device in module["device"].get_device_list()]
         except module["pyverbs_error"].PyverbsError:
             return []  # that is how it says "no device"
+
+    # On kernels before 5.12, memory must be kept from forks, or a write after one goes where the NIC does not look.
+    with contextlib.suppress(ImportError, module["pyverbs_error"].PyverbsError):
+        importlib.import_module("pyverbs.fork").fork_init()
 
     homes = {"Context": "device", "CompChannel": "cq", "CQ": "cq", "PD": "pd", "MR": "mr", "SGE": "wr", "SendWR": "wr"}
     homes |= dict.fromkeys(("QP", "QPAttr", "QPCap", "QPInitAttr"), "qp")
