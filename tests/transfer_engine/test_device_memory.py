@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mooncake.common.errors import ConfigError, NotRegistered
+from mooncake.common.errors import ConfigError, DeviceError, NotRegistered
 from tests.transfer_engine.conftest import TOKEN, InProcess
 from tests.transfer_engine.gpu import EAGER, LAZY, MOODY, Gpu, Tensor, fake_driver, real_driver
 from tests.transfer_engine.peer import Peer
@@ -179,6 +179,24 @@ def test_a_peers_gpu_memory_is_left_to_tcp(pair: Pair, way: str) -> None:
     after = pair.engine.stats()
     assert after["tcp_write_bytes"] == between.get("tcp_write_bytes", 0) + SLICE
     assert after["shm_write_bytes"] == between["shm_write_bytes"]
+
+
+@pytest.mark.parametrize("opcode", list(Opcode))
+@pytest.mark.parametrize("theirs", ["host", "shared"])
+def test_a_failed_copy_is_a_typed_error_and_the_next_transfer_works(pair: Pair, opcode: Opcode, theirs: str) -> None:
+    if not pair.gpu.fake:
+        pytest.skip("a real driver does not fail on command")
+    content = _random(9, LENGTH)
+    source = pair.near if opcode is Opcode.WRITE else pair.far
+    source.fill((source.at["cuda:0"] if opcode is Opcode.WRITE else source.at[theirs]), content)
+    for nth in (1, LENGTH // SLICE):
+        pair.gpu.fail("copy", nth)
+        with pytest.raises(DeviceError, match=r"illegal memory access"):
+            _move(pair, opcode, pair.near.at["cuda:0"], pair.far.at[theirs], LENGTH)
+        pair.gpu.fail("nothing", 0)
+        _move(pair, opcode, pair.near.at["cuda:0"], pair.far.at[theirs], LENGTH)
+        for side, kind in ((pair.near, "cuda:0"), (pair.far, theirs)):
+            assert np.array_equal(side.read(side.at[kind], LENGTH), content)
 
 
 def test_pinned_memory_is_freed_with_the_last_region_and_at_close(driver: str) -> None:

@@ -1,4 +1,5 @@
-"""GPU memory and NICs: registered as a dmabuf, or left to tcp; by the verbs provider in memory and the fake driver."""
+"""GPU memory and NICs: registered as a dmabuf, or left to tcp. With the fake driver, by the verbs provider in memory and, for
+what NICs without access to GPUs do, soft-RoCE."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.rdma.fabric import Fabric
+from tests.transfer_engine.conftest import NICS
 from tests.transfer_engine.gpu import Gpu, fake_driver
 from tests.transfer_engine.test_device_memory import LENGTH, SLICE, config
 from transfer_engine import Opcode, TransferEngine, TransferError, TransferRequest
@@ -30,9 +32,9 @@ def gpu() -> Iterator[Gpu]:
 class Two:
     """Two engines with NICs of their own, each with host and GPU memory."""
 
-    def __init__(self, gpu: Gpu, *transports: str) -> None:
+    def __init__(self, gpu: Gpu, *transports: str, place: str = "fake") -> None:
         self.gpu = gpu
-        nics = (("fake0", "fake1"), ("fake2", "fake3"))
+        nics = NICS[f"rdma-{place}"]
         self.engines = [TransferEngine(config(fake_driver(), *transports, nics=names)) for names in nics]
         self.host = [np.zeros(LENGTH, np.uint8) for _ in nics]
         self.at = [{"host": e.register_buffer(h)} for e, h in zip(self.engines, self.host, strict=True)]
@@ -95,9 +97,10 @@ def test_a_dmabuf_is_reached_by_the_nics_without_staging(gpu: Gpu) -> None:
     assert Fabric().live_objects() == live
 
 
-def test_without_peer_access_gpu_memory_goes_by_tcp_and_the_rest_by_nic(gpu: Gpu) -> None:
-    gpu.dmabuf(False)
-    two = Two(gpu, "rdma", "tcp")
+@pytest.mark.parametrize("place", ["fake", pytest.param("vm", marks=[pytest.mark.slow, pytest.mark.elsewhere("vm")])])
+def test_without_peer_access_gpu_memory_goes_by_tcp_and_the_rest_by_nic(gpu: Gpu, place: str) -> None:
+    gpu.dmabuf(place == "vm")  # soft-RoCE refuses dmabufs by itself
+    two = Two(gpu, "rdma", "tcp", place=place)
     for engine, at in zip(two.engines, two.at, strict=True):
         assert {r.address: len(r.keys) for r in engine.memory.regions()} == {at["host"]: 2, at["gpu"]: 0}
     for opcode in Opcode:
