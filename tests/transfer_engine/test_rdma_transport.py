@@ -187,6 +187,27 @@ def test_a_port_that_goes_down_is_left_at_once_and_used_again_when_it_is_up(side
     _used_again(sides, "fake0")
 
 
+def test_a_submission_may_ask_for_no_second_try(sides: Sides, fabric: Fabric) -> None:
+    sides.move(Opcode.WRITE)
+    fabric.fault(0, ERROR, after=3)
+    fabric.fault(1, ERROR, after=3)
+    with pytest.raises(PeerUnavailable, match="RETRY_EXC_ERR"):
+        sides.move(Opcode.WRITE, max_retries=0)
+    assert sides.count("retries") == 0
+
+
+def test_a_bug_in_a_nics_thread_costs_that_nic(sides: Sides, fabric: Fabric, caplog: pytest.LogCaptureFixture) -> None:
+    sides.move(Opcode.WRITE)
+    fabric.fault(0, SILENCE)
+    batch = sides.start([sides.request(Opcode.WRITE)])
+    transport = next(t for t in sides.near._transports if t.name == "rdma")
+    transport._nics[0].call(lambda: 1 // 0)  # type: ignore[attr-defined]
+    assert sides.near.wait(batch, 10).ok and np.array_equal(sides.mine, sides.theirs)
+    assert "ZeroDivisionError" in caplog.text
+    fabric.mend(0)
+    sides.move(Opcode.READ)
+
+
 def test_no_way_left_is_a_clean_error_for_all_and_then_at_once(sides: Sides, fabric: Fabric) -> None:
     sides.move(Opcode.WRITE)
     for nic in (0, 1):
