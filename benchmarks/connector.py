@@ -76,13 +76,16 @@ def _pushes(pair: InTreePair) -> list[dict[str, Any]]:
     return [json.loads(line) for line in pair.times.read_text().splitlines()] if pair.times.exists() else []
 
 
-async def _measure(pairs: dict[str, InTreePair], lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+async def _measure(pairs: dict[str, InTreePair], lengths: list[int], rounds: int, until: float) -> list[dict[str, Any]]:
     generator = random.Random(11)
     ids = {way: pair.engine_id() for way, pair in pairs.items()}
     samples: dict[tuple[str, int], list[dict[str, float]]] = {}
     first = next(iter(pairs.values())).prefill
     async with httpx.AsyncClient(timeout=300) as client:
         for round_ in range(-1, rounds):  # one to warm up: connections, memory, lazy imports
+            if round_ > 0 and time.monotonic() > until:
+                break
+            print(f"round {round_ + 1} of {rounds}", file=sys.stderr)
             for length in lengths if round_ else reversed(lengths):
                 turns = [*pairs, "prefill"]
                 for way in generator.sample(turns, len(turns)):
@@ -96,19 +99,20 @@ async def _measure(pairs: dict[str, InTreePair], lengths: list[int], rounds: int
     return [{"way": way, "tokens": length, "samples": taken} for (way, length), taken in samples.items()]
 
 
-def run(ways: list[str], lengths: list[int], rounds: int, directory: Path) -> dict[str, Any]:
+def run(ways: list[str], lengths: list[int], rounds: int, seconds: float, directory: Path) -> dict[str, Any]:
+    until = time.monotonic() + seconds
     pairs = {way: _pair(directory, way) for way in ways}
     try:
         for pair in pairs.values():
             pair.start()
         for pair in pairs.values():
             pair.wait_healthy()
-        rows = asyncio.run(_measure(pairs, lengths, rounds))
+        rows = asyncio.run(_measure(pairs, lengths, rounds, until))
     finally:
         for pair in pairs.values():
             pair.stop()
     host = f"{platform.machine()}, Python {platform.python_version()}"
-    return {"host": host, "wheel": wheel.REQUIREMENT, "rounds": rounds, "rows": rows}
+    return {"host": host, "wheel": wheel.REQUIREMENT, "rounds": len(rows[0]["samples"]), "rows": rows}
 
 
 def table(report: dict[str, Any]) -> str:
@@ -147,12 +151,13 @@ def main() -> None:
     )
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="prompt lengths in tokens, up to 8,190")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds")
+    parser.add_argument("--seconds", type=float, default=600.0, help="no new round after so long, start-up included")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the servers are stopped
     with tempfile.TemporaryDirectory(prefix="connector-") as folder:
         try:
             lengths = [int(length) for length in options.lengths.split(",")]
-            report = run(options.ways.split(","), lengths, options.rounds, Path(folder))
+            report = run(options.ways.split(","), lengths, options.rounds, options.seconds, Path(folder))
         except wheel.NoWheel as error:
             raise SystemExit(f"the open-source wheel cannot be had: {error}; use --ways ours,ours-tcp") from error
     print(json.dumps(report, indent=1) if options.json else table(report))
