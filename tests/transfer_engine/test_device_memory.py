@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from mooncake.common.errors import ConfigError, DeviceError, NotRegistered
+from tests.transfer_engine.certs import member
 from tests.transfer_engine.conftest import TOKEN, InProcess
 from tests.transfer_engine.gpu import EAGER, LAZY, MOODY, Gpu, Tensor, fake_driver, real_driver
 from tests.transfer_engine.peer import Peer
 from transfer_engine import EngineConfig, Opcode, TransferEngine, TransferRequest
 
-LENGTH = 1 << 20
+LENGTH = 512 << 10
 SLICE = 64 << 10
 SIZES = [1, 4095, SLICE + 13, LENGTH]
 DRIVERS = [pytest.param(fake_driver, id="fake"), pytest.param(real_driver, id="real")]
@@ -193,6 +194,7 @@ def test_a_failed_copy_is_a_typed_error_and_the_next_transfer_works(pair: Pair, 
         pair.gpu.fail("copy", nth)
         with pytest.raises(DeviceError, match=r"illegal memory access"):
             _move(pair, opcode, pair.near.at["cuda:0"], pair.far.at[theirs], LENGTH)
+        assert pair.engine.stats()["device_errors"] > 0
         pair.gpu.fail("nothing", 0)
         _move(pair, opcode, pair.near.at["cuda:0"], pair.far.at[theirs], LENGTH)
         for side, kind in ((pair.near, "cuda:0"), (pair.far, theirs)):
@@ -261,6 +263,7 @@ def test_a_tensor_says_itself_where_it_is(driver: str) -> None:
 
 
 def test_torch_tensors_on_a_real_gpu() -> None:
+    real_driver()
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
@@ -272,6 +275,23 @@ def test_torch_tensors_on_a_real_gpu() -> None:
         segment = one.open_segment(other.address)
         one.transfer_sync([TransferRequest(Opcode.WRITE, at, segment, there, 1 << 20)], 10.0)
     assert torch.equal(source.cpu(), target)
+
+
+@pytest.mark.parametrize("opcode", list(Opcode))
+def test_staged_bytes_pass_through_tls(opcode: Opcode) -> None:
+    gpu = Gpu(fake_driver())
+    names = ("initiator", "target")
+    one, other = (TransferEngine(config(fake_driver(), "tcp", **member(name))) for name in names)
+    with one, other:
+        at = [gpu.allocate(LENGTH, device) for device in (0, 1)]
+        for device, engine in enumerate((one, other)):
+            engine.register_local_memory(at[device], LENGTH, location=f"cuda:{device}")
+        source, target = at if opcode is Opcode.WRITE else at[::-1]
+        gpu.fill(source, content := _random(5, LENGTH))
+        segment = one.open_segment(other.address)
+        one.transfer_sync([TransferRequest(opcode, at[0], segment, at[1], LENGTH)], 10.0)
+        assert np.array_equal(gpu.read(target, LENGTH), content)
+    gpu.free_all()
 
 
 def test_without_a_driver_only_gpu_memory_is_refused() -> None:

@@ -13,7 +13,14 @@ import time
 
 import numpy as np
 
-from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, TransferCancelled, TransferError
+from mooncake.common.errors import (
+    DeviceError,
+    MooncakeError,
+    NotRegistered,
+    PeerUnavailable,
+    TransferCancelled,
+    TransferError,
+)
 from transfer_engine.config import MAX_IOV
 from transfer_engine.lanes import Job, Lane, Slice
 from transfer_engine.memory import HOST, Hold, Located
@@ -99,6 +106,7 @@ class CopyTransport:
         except OSError as error:
             self._failed(piece, session, error)
         except MooncakeError as error:
+            self.engine.counters.add(device_errors=isinstance(error, DeviceError))
             submission.fail_slice(error)
         except BaseException as error:  # a bug must not leave a submission without an end
             submission.fail_slice(TransferError(f"{self.name}: {error!r}"))
