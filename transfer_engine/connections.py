@@ -138,6 +138,7 @@ class Connections:
             session.regions_known = False
             session.regions.revoke(0, 0, 0.0)
         record.links.discard(link)
+        record.tidy()
         if not record.links:
             # Nobody could tell us any more to end what it opened past our fences.
             for stream in list(record.streams.values()):

@@ -468,6 +468,7 @@ class TransferEngine:
         for session in self.connections.sessions():
             session.regions.clear()
         self._registration.close()
+        self.peers.close()
 
     def _say_goodbye(self) -> None:
         deadline = time.monotonic() + 0.2

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -33,10 +34,13 @@ def start_ticks(pid: int) -> int:
 
 
 class ProcessWatch:
-    """Tells whether one particular process on this host has ended, all threads of it. A reused pid does not fool it."""
+    """Tells whether one particular process on this host has ended, all threads of it. A reused pid does not fool it. Holds a
+    descriptor until it has seen the end, or `close`."""
 
     def __init__(self, pid: int, ticks: int) -> None:
         self._pid, self._ticks = pid, ticks
+        self._lock = threading.Lock()
+        self._over = False
         self._fd = -1
         with contextlib.suppress(OSError, AttributeError):
             self._fd = os.pidfd_open(pid)
@@ -46,13 +50,19 @@ class ProcessWatch:
     def ended(self) -> bool:
         if self._pid == os.getpid():
             return False
-        if self._fd >= 0:
+        with self._lock:
+            if self._fd < 0 or self._over:
+                return self._over or start_ticks(self._pid) != self._ticks
             poll = select.poll()
             poll.register(self._fd, select.POLLIN)
-            return bool(poll.poll(0))
-        return start_ticks(self._pid) != self._ticks
+            self._over = bool(poll.poll(0))
+        if self._over:
+            self.close()
+        return self._over
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Later answers rest on the start time alone, unless the end was seen."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

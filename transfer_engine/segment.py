@@ -54,6 +54,11 @@ class PeerRecord:
     def forgettable(self) -> bool:
         return not self.links and not self.streams and (not self.granted or self.proven_gone())
 
+    def tidy(self) -> None:
+        """Give up the descriptor that watches a process which is known to be gone, or need not be watched any more."""
+        if self._watch is not None and not self.links and self.proven_gone():
+            self._watch.close()
+
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
@@ -72,6 +77,8 @@ class Directory:
         with self._lock:
             record = self._records.pop(identity.instance_id, None)
             if record is None:
+                for other in self._records.values():
+                    other.tidy()
                 self._make_room()
                 record = PeerRecord(identity)
             record.seen_at = time.monotonic()
@@ -100,6 +107,10 @@ class Directory:
     def all(self) -> list[PeerRecord]:
         with self._lock:
             return list(self._records.values())
+
+    def close(self) -> None:
+        for record in self.all():
+            record.close()
 
 
 class Session:
