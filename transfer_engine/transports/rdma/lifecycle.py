@@ -24,11 +24,12 @@ from transfer_engine.transports.rdma.nic import Nic
 from transfer_engine.transports.rdma.path import Path
 from transfer_engine.transports.rdma.peer import Peer
 
-CONFIRM_S, CONFIRM_MAX_S = 0.4, 2.0
+CONFIRM_S, CONFIRM_MAX_S = 0.3, 2.0
 """How long a target may take to say that its queue pair is gone: the shorter for a submission that must end now."""
 FLUSH_S = 0.3
-GRACE_S = 0.1
-_BUSY_TICK_S, _IDLE_TICK_S, _EMPTY_TICK_S = 0.05, 0.2, 5.0
+GRACE_S = 0.05
+"""How long a slice that is on the NIC may run on after its submission must stop: ending it costs the queue pair."""
+_BUSY_TICK_S, _IDLE_TICK_S, _EMPTY_TICK_S = 0.05, 0.1, 5.0
 _OPENING = (EndpointState.CONNECTING, EndpointState.PROBING)
 
 

@@ -26,7 +26,7 @@ from transfer_engine.types import Opcode
 CHAIN = 64
 """Work requests of one slice at most, hence of one post."""
 
-DOZE_S = 0.3
+DOZE_S = 0.2
 log = logging.getLogger(__name__)
 
 

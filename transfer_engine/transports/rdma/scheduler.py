@@ -75,6 +75,7 @@ class Scheduler:
             if self._closed:
                 return False
             peer = self._peer(session)
+            peer.forgotten = False
             if peer.head() is None and self._plan(peer, tiers, now).hopeless:
                 peer.paths.wake()  # everything failed before: somebody asks again, so look again
             self._push(peer, job, tiers)
@@ -107,7 +108,6 @@ class Scheduler:
             for nic in self.nics:
                 peer.paths.port(nic.index, nic.active)
             self._peers[session] = peer
-        peer.forgotten = False
         return peer
 
     def _plan(self, peer: Peer, tiers: Tiers, now: float) -> Plan:

@@ -37,6 +37,7 @@ from transfer_engine.transports.rdma.served import ServedEndpoints
 INLINE_BYTES = 128 << 10
 """A job up to this size is looked after by the thread that waits for it: a thread switch less."""
 
+_MAX_TIERS = 1024
 log = logging.getLogger(__name__)
 
 
@@ -52,6 +53,7 @@ class RdmaTransport:
         self._scheduler = Scheduler(engine, self)
         self._nics: list[Nic] = []
         self._registering = threading.Lock()
+        self._tiers_of: dict[tuple[str, str], Tiers] = {}
         try:
             for index, found in enumerate(self._topology.nics):
                 device = Device(found.name, found.port, config.rdma_completions)
@@ -174,6 +176,14 @@ class RdmaTransport:
 
     def _tiers(self, location: str, hint: str) -> Tiers:
         """Local NICs for memory at a location, best first; the hinted one before all."""
+        known = self._tiers_of.get((location, hint))
+        if known is None:
+            known = self._make_tiers(location, hint)
+            if len(self._tiers_of) < _MAX_TIERS:  # locations come from applications
+                self._tiers_of[location, hint] = known
+        return known
+
+    def _make_tiers(self, location: str, hint: str) -> Tiers:
         paths = self._topology.paths(location)
         tiers = [[self._index[name] for name in names] for names in (paths.preferred, paths.secondary) if names]
         listed = {index for tier in tiers for index in tier}
