@@ -212,7 +212,7 @@ def test_nothing_readable_passes_the_wire(secured: bool) -> None:
         segment = other.open_segment(relay.address)
         for opcode in (Opcode.WRITE, Opcode.READ):
             other.transfer_sync([TransferRequest(opcode, at, segment, base, len(secret))], 5.0, notify=secret[:32])
-        assert memory.tobytes() == secret and len(heard) == 2
+        assert memory.tobytes() == secret and _until(lambda: len(heard) == 2)
     readable = secret[:32] in relay.seen or one.instance_id.encode() in relay.seen
     assert readable is not secured and len(relay.seen) > 2 * len(secret)
 
