@@ -53,6 +53,8 @@ class _Run:
     def _take(self, line: str) -> None:
         data = json.loads(line)
         report = self._config.hook.pytest_report_from_serializable(config=self._config, data=data)
+        if isinstance(report.longrepr, list):  # a skip's (file, line, reason): JSON knows no tuples
+            report.longrepr = tuple(report.longrepr)
         self.results.setdefault(report.nodeid, []).append(report)
 
 

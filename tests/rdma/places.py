@@ -54,7 +54,7 @@ def library() -> Path:
 
 def _pytest(names: Path) -> list[str]:
     # Without automatic loading: looking at every installed package for plugins costs an emulated machine ten seconds.
-    plugins = ["-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
+    plugins = ["-p", "tests.rdma.elsewhere", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
     return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *plugins, f"@{names}"]
 
 
