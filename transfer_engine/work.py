@@ -112,9 +112,14 @@ class Work:
                 self._memory.release(hold)
             raise
         self._sweeper.expect(submission.deadline)
-        for target, opcode, columns in filled:
-            self.router.route(Job(submission, sessions[target], opcode, self._split(columns)))
-        submission.open()
+        try:
+            for target, opcode, columns in filled:
+                self.router.route(Job(submission, sessions[target], opcode, self._split(columns)))
+        except BaseException as error:  # KeyboardInterrupt, while this thread moved the bytes itself
+            submission.abort(TransferState.CANCELLED, TransferCancelled(f"interrupted by {error!r}"), 0.0)
+            raise
+        finally:
+            submission.open()
 
     def _hold(self, columns: list[Columns]) -> Hold:
         if len(columns) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -34,8 +35,8 @@ class Side:
     def __init__(self, gpu: Gpu, *transports: str, **more: object) -> None:
         self.gpu = gpu
         self.engine = TransferEngine(config(fake_driver(), *transports, **more))
-        self.at = gpu.allocate(LENGTH)
-        self.engine.register_local_memory(self.at, LENGTH, location="cuda:0")
+        self.at = gpu.allocate(4 * LENGTH)
+        self.engine.register_local_memory(self.at, 4 * LENGTH, location="cuda:0")
 
     def open(self, other: Side) -> None:
         self.other = other
@@ -77,7 +78,7 @@ def _random(seed: int, length: int) -> np.ndarray:
 def test_one_buffer_serves_both_directions_at_once_without_deadlock(narrow: tuple[Side, Side], gpu: Gpu) -> None:
     """Eight threads READ and WRITE between two engines, each with one buffer a direction."""
     gpu.temper(MOODY)
-    share = LENGTH // 8
+    share = 4 * LENGTH // 8
     problems: list[BaseException] = []
 
     def work(index: int) -> None:
@@ -85,7 +86,7 @@ def test_one_buffer_serves_both_directions_at_once_without_deadlock(narrow: tupl
         source = mine if opcode is Opcode.WRITE else mine.other
         target = mine.other if opcode is Opcode.WRITE else mine
         try:
-            for turn in range(4):
+            for turn in range(3):
                 content = _random(100 * turn + index, share)
                 gpu.fill(source.at + index * share, content)
                 gpu.fill(target.at + index * share, bytes(share))
@@ -230,6 +231,27 @@ def test_a_fence_holds_against_bytes_that_wait_for_a_buffer(tcp: tuple[Side, Sid
     assert not gpu.read(other.at, SLICE).any()
     one.engine.transfer_sync([one.request(Opcode.WRITE, 0, SLICE)], 5.0, group=6)
     assert gpu.read(other.at, SLICE).all()
+
+
+@pytest.mark.parametrize("opcode", list(Opcode))
+def test_an_interrupt_while_waiting_for_a_buffer_leaves_nothing_behind(
+    sides: tuple[Side, Side], opcode: Opcode
+) -> None:
+    one, _ = sides
+    local = one.engine.config.transports == ("local",)
+    one.engine.transfer_sync([one.request(opcode, 0, SLICE)], 5.0)
+    hog = Hog(one, "_direct" if local else "_out" if opcode is Opcode.WRITE else "_in")
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        one.engine.transfer_sync([one.request(opcode, 0, SLICE)], 20.0)
+    timer.join()
+    until = time.monotonic() + 3.0
+    while one.engine.stats()["live_transfers"] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert one.engine.stats()["live_transfers"] == 0
+    hog.end()
+    one.engine.transfer_sync([one.request(opcode, 0, SLICE)], 5.0)
 
 
 @pytest.mark.parametrize("which", ["_out", "_in"])

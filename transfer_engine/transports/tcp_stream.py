@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mooncake.common.errors import MooncakeError, ProtocolViolation
+from mooncake.common.errors import MooncakeError, ProtocolViolation, TransferError
 from transfer_engine import protocol, sockets
 from transfer_engine.device.staging import DeviceMemory
 from transfer_engine.lanes import Slice
@@ -98,7 +98,13 @@ class TcpStream:
         columns = piece.columns
         stage = self._devices.outgoing(columns.local, columns.length, lambda: self._stop_if_asked(piece))
         with contextlib.closing(stage) as parts:
-            part = next(parts)
+            try:
+                part = next(parts)
+            except (GiveUp, TransferError):
+                raise
+            except BaseException:  # KeyboardInterrupt, above all: who cleans up looks into the window
+                self._expect(piece)
+                raise
             self._expect(piece)
             self._run(sysio.Vector.behind(head, coalesce_one(part.address, part.length)), self._path.send)
             for part in parts:
