@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.topology import published
 from tests.etcd import Etcd
 from tests.store.cluster import RoleProcess, until
 from tests.transfer_engine.sysfs_tree import pxb_guest, two_sockets
@@ -72,12 +74,13 @@ def test_what_a_store_node_published(etcd: Etcd, tmp_path: Path) -> None:
     where = ("--etcd", ",".join(etcd.endpoints), "--cluster", "mooncake", "--json")
     try:
         node.wait_ready()
-        (record,) = until(lambda: json.loads(topology(*where).stdout)["instances"])
+        until(lambda: asyncio.run(published(etcd.endpoints, "mooncake")))
+        (record,) = json.loads(topology(*where).stdout)["instances"]
         assert (record["name"], record["role"]) == ("node-0", "store-node")
         assert record["topology"]["matrix"]["cpu:7"] == [[], []]
         assert "node-0 (store-node) on " in topology(*where[:-1]).stdout
         node.kill()
-        until(lambda: not json.loads(topology(*where).stdout)["instances"])
+        until(lambda: not asyncio.run(published(etcd.endpoints, "mooncake")))
     finally:
         node.kill()
     assert "No instance of cluster 'mooncake' has published" in topology(*where[:-1]).stdout
