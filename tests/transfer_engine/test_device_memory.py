@@ -240,6 +240,9 @@ def test_what_is_said_of_a_location_is_checked(driver: str) -> None:
         with pytest.raises(ConfigError, match=r"GPUs; see CUDA_VISIBLE_DEVICES"):
             engine.register_local_memory(address, LENGTH, location="cuda:77")
         if gpu.fake:  # a real GPU's neighbour may be mapped, and is on some machines by the CPU too
+            gpu.fail("cuCtxPushCurrent_v2", 1, 2)
+            with pytest.raises(DeviceError, match=r"out of memory"):
+                engine.register_local_memory(address, LENGTH, location="cuda:0")
             with pytest.raises(ValueError, match=r"location='cuda:0'"):
                 engine.register_local_memory(address, LENGTH)
             with pytest.raises(ValueError, match=r"memory of cuda:0, though 'cuda:1'"):

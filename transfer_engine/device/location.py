@@ -54,4 +54,6 @@ def _on_device(address: int, length: int, location: str, path: str) -> str:
         if found != wanted:
             where = "not memory of any GPU" if found is None else f"memory of cuda:{found}"
             raise ValueError(f"{at:#x} in [{address:#x}, +{length}) is {where}, though {location!r} was said")
+    with driver.on(wanted):  # made now: it takes a while, and a driver that cannot should say so to who registers
+        pass
     return location
