@@ -19,9 +19,11 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,8 +32,9 @@ from transfer_engine import EngineConfig, Opcode, TransferEngine, TransferVector
 
 BLOCK_BYTES = 64 << 10
 PERFTEST = {Opcode.WRITE: "ib_write_bw", Opcode.READ: "ib_read_bw"}
+PERFTEST_PORT = 18515
 MIB = 1 << 20
-_START_S, _RUN_S = 20.0, 120.0
+_START_S, _RUN_S = 60.0, 120.0
 
 
 # --- the engine -----------------------------------------------------------------------------------------------------
@@ -98,15 +101,29 @@ class EnginePair:
 # --- perftest -------------------------------------------------------------------------------------------------------
 
 
+def _listens(port: int) -> bool:
+    """Without knocking: perftest takes the first caller for its client."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()
+    return any(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A" for line in lines[1:])
+
+
 @contextlib.contextmanager
 def _server(command: list[str]) -> Iterator[None]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield
-        process.wait(10)
-    finally:
-        process.kill()
-        process.wait()
+    """Yields when it listens. Raises SystemExit with its words when it does not."""
+    with tempfile.TemporaryFile("w+") as words:
+        process = subprocess.Popen(command, stdout=words, stderr=words)
+        try:
+            deadline = time.monotonic() + _START_S
+            while not _listens(PERFTEST_PORT):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    words.seek(0)
+                    raise SystemExit(f"{' '.join(command)} does not listen: {words.read()[-2000:]}")
+                time.sleep(0.05)
+            yield
+            process.wait(20)
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _gid_index(nic: str) -> int:
@@ -128,14 +145,11 @@ def perftest(opcode: Opcode, ours: str, theirs: str, blocks: int) -> float:
 
     client = [*command(ours), "--output=bandwidth", "127.0.0.1"]
     with _server(command(theirs)):
-        deadline = time.monotonic() + _START_S
-        while True:
-            done = subprocess.run(client, capture_output=True, text=True, timeout=_RUN_S, check=False)
-            with contextlib.suppress(ValueError, IndexError):
-                return float(done.stdout.split()[-1]) * MIB  # it says MB and means MiB
-            if time.monotonic() > deadline:  # the server was not ready before
-                raise SystemExit(f"{client[0]} failed: {done.stdout}{done.stderr}")
-            time.sleep(0.2)
+        done = subprocess.run(client, capture_output=True, text=True, timeout=_RUN_S, check=False)
+    try:
+        return float(done.stdout.split()[-1]) * MIB  # it says MB and means MiB
+    except (ValueError, IndexError):
+        raise SystemExit(f"{' '.join(client)} failed: {done.stdout}{done.stderr}") from None
 
 
 # --- the run --------------------------------------------------------------------------------------------------------

@@ -125,8 +125,11 @@ def _is_active(port: Path) -> bool:
 
 def _netdev(folder: Path, port: Path) -> str:
     """The port's own word for it, then soft-RoCE's parent, then the PCI device's only interface."""
-    for entry in sorted(_entries(port / "gid_attrs" / "ndevs"), key=lambda entry: _natural(entry.name)):
-        if name := _text(entry):
+    ndevs = port / "gid_attrs" / "ndevs"
+    for index in range(
+        _count(ndevs)
+    ):  # 0, 1, ...; soft-RoCE has 1024: sorting their names would cost more than all the rest
+        if name := _text(ndevs / str(index)):
             return name
     if name := _text(folder / "parent"):
         return name
@@ -171,6 +174,13 @@ def _text(file: Path) -> str:
         return file.read_text().strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def _count(folder: Path) -> int:
+    try:
+        return len(os.listdir(folder))
+    except OSError:
+        return 0
 
 
 def _entries(folder: Path) -> list[Path]:
