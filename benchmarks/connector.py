@@ -33,6 +33,8 @@ from tests.vllm.engines import Engine
 
 WAYS = ("ours", "ours-tcp", "wheel")
 LENGTHS = (300, 2000, 8000)
+WARM = 300
+"""Tokens of the round before the first: connections, memory and lazy imports need no long prompts."""
 ENTRY = ("-P", str(Path(mooncake.vllm.engine_main.__file__)))
 """By path, because with the wheel on PYTHONPATH there is no `mooncake.vllm`."""
 
@@ -82,11 +84,11 @@ async def _measure(pairs: dict[str, InTreePair], lengths: list[int], rounds: int
     samples: dict[tuple[str, int], list[dict[str, float]]] = {}
     first = next(iter(pairs.values())).prefill
     async with httpx.AsyncClient(timeout=300) as client:
-        for round_ in range(-1, rounds):  # one to warm up: connections, memory, lazy imports
+        for round_ in range(-1, rounds):
             if round_ > 0 and time.monotonic() > until:
                 break
             print(f"round {round_ + 1} of {rounds}", file=sys.stderr)
-            for length in lengths if round_ else reversed(lengths):
+            for length in lengths if round_ >= 0 else [WARM]:
                 turns = [*pairs, "prefill"]
                 for way in generator.sample(turns, len(turns)):
                     prompt = [generator.randrange(5, 4000) for _ in range(length)]

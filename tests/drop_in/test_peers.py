@@ -51,7 +51,7 @@ def test_a_peer_that_never_answers_costs_its_time_once(tcp_only: None, here: Her
     assert took < 5.0, "one thread dials, the others wait for what it finds"
     results, took = _at_once(10, lambda: here.engine.transfer_sync_write(peer.name, here.at, base, 10))
     assert results == [-1] * 10
-    assert took < 1.0
+    assert took < 3.0, "it is resting"
     peer.signal(signal.SIGCONT)
     assert here.engine.send_probe(peer.name) == 0
     assert here.engine.transfer_sync_write(peer.name, here.at, base, 10) == 0, "a good probe ends the rest"
