@@ -157,7 +157,7 @@ class Control:
 
         def wait() -> None:
             try:
-                code = 0 if done(min(max(timeout_s, 0.0), 10.0)) else protocol.error_code(TransferTimeout())
+                code = 0 if done(min(timeout_s, 10.0) if timeout_s > 0 else 0.0) else protocol.error_code(TransferTimeout())
             finally:
                 self._waiters.release()
             link.reply(message_id, Reply(code=code, text="still in use" if code else ""))

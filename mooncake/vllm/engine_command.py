@@ -68,6 +68,9 @@ def connector_config(cluster: ClusterConfig, config: WorkerConfig, who: EngineId
         "transports": config.transports,
         "nics": config.transfer_nics,
         "topology_file": config.transfer_topology and os.path.abspath(config.transfer_topology),
+        "tls_cert": config.transfer_tls_cert and os.path.abspath(config.transfer_tls_cert),
+        "tls_key": config.transfer_tls_key and os.path.abspath(config.transfer_tls_key),
+        "tls_ca": config.transfer_tls_ca and os.path.abspath(config.transfer_tls_ca),
     }
     return {
         "host_link": who.host_link,

@@ -88,6 +88,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_topology: Annotated[
         str, _field("JSON file that overrides which NICs are near which memory (docs/transfer_engine.md); empty: none")
     ] = ""
+    transfer_tls_cert: Annotated[
+        str,
+        _field(
+            "PEM certificate (with chain) of the transfer engine: with key and CA, KVCache moves by mutual TLS 1.3; empty: no TLS"
+        ),
+    ] = ""
+    transfer_tls_key: Annotated[str, _field("private key of --transfer-tls-cert, PEM, not encrypted")] = ""
+    transfer_tls_ca: Annotated[
+        str, _field("PEM certificates of the authorities whose members may connect: the cluster's own, nobody else's")
+    ] = ""
     store: Annotated[bool, _field("load prefixes from and save blocks to the store pool")] = True
     store_masters: Annotated[
         list[str], _field("store masters, host:port; empty: whichever the registry says leads")

@@ -25,6 +25,16 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_topology: Annotated[
         str, _help("JSON file that overrides which NICs are near which memory (docs/transfer_engine.md); empty: none")
     ] = ""
+    transfer_tls_cert: Annotated[
+        str,
+        _help(
+            "PEM certificate (with chain) of the transfer engine: with key and CA, KVCache moves by mutual TLS 1.3; empty: no TLS"
+        ),
+    ] = ""
+    transfer_tls_key: Annotated[str, _help("private key of --transfer-tls-cert, PEM, not encrypted")] = ""
+    transfer_tls_ca: Annotated[
+        str, _help("PEM certificates of the authorities whose members may connect: the cluster's own, nobody else's")
+    ] = ""
     heartbeat_s: Annotated[
         float, _help("time between heartbeats; well below the masters' segment_fresh_s", ge=0.05, le=60)
     ] = 1.0

@@ -27,6 +27,9 @@ class NodeSegment:
             transports=tuple(config.transports),
             nics=tuple(config.transfer_nics),
             topology_file=config.transfer_topology,
+            tls_cert=config.transfer_tls_cert,
+            tls_key=config.transfer_tls_key,
+            tls_ca=config.transfer_tls_ca,
         )
         self.topology = of_engine(settings)
         self.engine = TransferEngine(settings)

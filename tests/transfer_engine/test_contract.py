@@ -5,21 +5,17 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.transfer_engine.conftest import TARGET_BYTES, Pair
 from transfer_engine import (
-    EngineConfig,
     InvalidHandle,
     NotRegistered,
     Opcode,
     TransferCancelled,
-    TransferEngine,
     TransferError,
-    TransferRequest,
     TransferState,
     TransferStatus,
     TransferVector,
@@ -235,24 +231,31 @@ def test_freeing_a_running_batch_is_an_error(pair: Pair) -> None:
             use(batch)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", ["local", "tcp"])
-def test_a_request_above_four_gib(transport: str) -> None:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    length = (4 << 30) + 12345
-    if available << 10 < 3 * length:
-        pytest.skip(f"needs {3 * length >> 30} GiB of memory")
-    with (
-        TransferEngine(EngineConfig(transports=("local", "shm", "tcp"))) as target,
-        TransferEngine(EngineConfig(transports=(transport,))) as engine,
-    ):
-        source, memory = np.zeros(length, np.uint8), np.zeros(length, np.uint8)
-        marks = [0, 1 << 31, (1 << 32) - 1, 1 << 32, length - 1]
-        source[marks] = [1, 2, 3, 4, 5]
-        at, base = engine.register_buffer(source), target.register_buffer(memory)
-        segment = engine.open_segment(target.address)
-        status = engine.transfer_sync([TransferRequest(Opcode.WRITE, at, segment, base, length)], 120.0)
-        assert status.transferred_bytes == length
-        assert memory[marks].tolist() == [1, 2, 3, 4, 5] and int(np.count_nonzero(memory)) == 5
+def test_overlapping_batches_keep_their_bytes_and_ends_apart(pair: Pair) -> None:
+    """Many batches at once: those that share a source or are read twice agree, and where two write the same range, each byte is one's."""
+    length, count = 300_001, 12
+    pair.target.call("fill", pair.base, 9, length)
+    for turn in range(count):
+        pair.local[(2 + turn) * length : (3 + turn) * length] = turn + 1
+    handles = []
+    for turn in range(count):
+        batch = pair.engine.allocate_batch_id(3)
+        requests = [
+            pair.request(Opcode.READ, (20 + turn) * length, 0, length),  # all read the same range
+            pair.request(Opcode.WRITE, (2 + turn) * length, (1 + turn) * length, length),  # each its own
+            pair.request(
+                Opcode.WRITE, (2 + turn) * length, (15 + turn // 2) * length + turn % 2, length
+            ),  # two a range
+        ]
+        pair.engine.submit_transfer(batch, requests, deadline_s=20.0)
+        handles.append(batch)
+    for batch in handles:
+        assert pair.engine.wait(batch, 30.0) == TransferStatus(TransferState.COMPLETED, 3 * length)
+        pair.engine.free_batch_id(batch)
+    common = pair.target.call("read", pair.base, length)
+    for turn in range(count):
+        assert pair.local[(20 + turn) * length : (21 + turn) * length].tobytes() == common
+        assert set(pair.target.call("read", pair.base + (1 + turn) * length, length)) == {turn + 1}
+    for two in range(count // 2):
+        shared = pair.target.call("read", pair.base + (15 + two) * length + 1, length - 1)
+        assert set(shared) <= {2 * two + 1, 2 * two + 2}

@@ -18,7 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mooncake.common.config import ClusterConfig, load
 from mooncake.common.errors import ConfigError, MooncakeError
+from store.node.config import NodeConfig
+from store.node.segment import NodeSegment
 from tests.transfer_engine.certs import Authority, authority, member
 from tests.transfer_engine.conftest import TOKEN
 from tests.transfer_engine.peer import Peer
@@ -192,6 +195,20 @@ def test_renewed_files_are_used_without_a_restart(tmp_path: Path) -> None:
         install(authority().member("late"))
         assert (_moves(other, one.address, _served(one)) == 7).all()
         assert (_moves(one, other.address, _served(other)) == 7).all()
+
+
+def test_a_store_node_takes_its_files_from_its_options() -> None:
+    files = {f"transfer_{field}": path for field, path in member("node").items()}
+    options = {"segment_bytes": "1MiB", "transports": "tcp", **files}
+    node = NodeSegment(
+        ClusterConfig(cluster_token=TOKEN.decode()), load(NodeConfig, "store-node", environ={}, given=options), "node"
+    )
+    try:
+        with TransferEngine(_config(member("writer"))) as writer, TransferEngine(_config({})) as plain:
+            assert not _moves(writer, node.engine.address, node.buffer.address).any()
+            _refused(plain, node.engine, "takes TLS only")
+    finally:
+        node.close()
 
 
 # --- on the wire ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from mooncake.vllm.connector_config import StoreConfig
 from mooncake.vllm.connector_config import parse as parse_connector_config
 from mooncake.vllm.engine_command import EngineCommand, EngineIdentity, build
 from mooncake.vllm.host_config import WorkerConfig, engine_block_size, omp_threads
+from mooncake.vllm.worker_runtime import engine_config
 
 WHO = EngineIdentity(
     name="prefill-0",
@@ -49,6 +50,16 @@ def test_cpu() -> None:
     assert command.env["VLLM_HOST_IP"] == "127.0.0.1"
     events = json.loads(value_of(argv, "--kv-events-config") or "")
     assert events["endpoint"] == WHO.kv_events
+
+
+def test_tls_files_reach_the_transfer_engine_as_absolute_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/run")  # vLLM may start elsewhere
+    given = {"transfer_tls_cert": "x/cert.pem", "transfer_tls_key": "/keys/key.pem", "transfer_tls_ca": "x/ca.pem"}
+    text = make(load(WorkerConfig, "worker", environ={}, given={"model": "/m", **given})).config_text
+    connector = parse_connector_config(json.loads(text)["kv-transfer-config"]["kv_connector_extra_config"])
+    settings = engine_config(connector)
+    files = (settings.tls_cert, settings.tls_key, settings.tls_ca)
+    assert files == ("/run/x/cert.pem", "/keys/key.pem", "/run/x/ca.pem")
 
 
 def test_the_engine_binds_what_the_cluster_says() -> None:
