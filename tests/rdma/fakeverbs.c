@@ -21,7 +21,9 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { MAX_NICS = 16, MAX_SEND = 16384, MAX_CQE = 1 << 20, MAX_QPS = 65536, MAX_EVENTS = 256, MAX_SGE = 4, MAX_CONTEXTS = 256 };
+enum {
+    MAX_NICS = 16, MAX_CONTEXTS = 256, MAX_QPS = 65536, MAX_SEND = 16384, MAX_SGE = 4, MAX_CQE = 1 << 20, MAX_EVENTS = 256
+};
 enum fault { NONE, ERROR, SILENCE };  /* requests end in "retries exceeded"; or get lost and never end */
 
 struct context { struct verbs_context v; int nic, events, taken; struct ibv_async_event ring[MAX_EVENTS]; };
@@ -30,7 +32,14 @@ struct entry { struct ibv_wc wc; unsigned long serial; };
 struct queue { struct ibv_cq cq; struct entry *ring; unsigned head, tail, size; int armed, users; };
 struct domain { struct ibv_pd pd; int users; };
 /* `delta`: from an address as the NIC knows it to where we reach the byte; other than 0 for a dmabuf, which is `mapped`. */
-struct region { struct ibv_mr mr; int access; uint64_t delta; void *mapped; size_t mapped_length; struct region *next; };
+struct region {
+    struct ibv_mr mr;
+    int access;
+    uint64_t delta;
+    void *mapped;
+    size_t mapped_length;
+    struct region *next;
+};
 struct request { struct ibv_send_wr wr; struct ibv_sge sge[MAX_SGE]; };
 struct pair {
     struct ibv_qp qp;
@@ -50,14 +59,22 @@ static struct region *regions;
 static unsigned next_qpn = 0x11, next_key = 0x100;
 static long live;
 
-#define LOCKED(type, call) do { pthread_mutex_lock(&lock); type _r = (call); pthread_mutex_unlock(&lock); return _r; } while (0)
+#define LOCKED(type, call) \
+    do { \
+        pthread_mutex_lock(&lock); \
+        type _r = (call); \
+        pthread_mutex_unlock(&lock); \
+        return _r; \
+    } while (0)
 
 static int nic_count(void) {
     const char *text = getenv("FAKEVERBS_NICS");
     int count = text ? atoi(text) : 2;
     return count < 0 ? 0 : count > MAX_NICS ? MAX_NICS : count;
 }
-static struct context *context_of(struct ibv_context *c) { return (struct context *)((char *)c - offsetof(struct context, v.context)); }
+static struct context *context_of(struct ibv_context *c) {
+    return (struct context *)((char *)c - offsetof(struct context, v.context));
+}
 static void *none(int error) { errno = error; return NULL; }
 
 /* --- devices ------------------------------------------------------------------------------------------------------- */
@@ -106,7 +123,10 @@ int ibv_query_port(struct ibv_context *c, uint8_t port, struct _compat_ibv_port_
     out->link_layer = IBV_LINK_LAYER_ETHERNET;
     return 0;
 }
-int ibv_query_pkey(struct ibv_context *c, uint8_t port, int index, __be16 *pkey) { *pkey = 0xffff; return index ? EINVAL : 0; }
+int ibv_query_pkey(struct ibv_context *c, uint8_t port, int index, __be16 *pkey) {
+    *pkey = 0xffff;
+    return index ? EINVAL : 0;
+}
 
 /* 0: link-local, 1: IPv4; both RoCE v2. */
 static union ibv_gid gid_of(int nic, int index) {
@@ -121,13 +141,19 @@ int ibv_query_gid(struct ibv_context *c, uint8_t port, int index, union ibv_gid 
     *gid = gid_of(context_of(c)->nic, index);
     return 0;
 }
-int ibv_query_gid_type(struct ibv_context *c, uint8_t port, unsigned index, int *type) { *type = 1; return index > 1 ? EINVAL : 0; }
-int _ibv_query_gid_ex(struct ibv_context *c, uint32_t port, uint32_t index, struct ibv_gid_entry *out, uint32_t flags, size_t size) {
+int ibv_query_gid_type(struct ibv_context *c, uint8_t port, unsigned index, int *type) {
+    *type = 1;
+    return index > 1 ? EINVAL : 0;
+}
+int _ibv_query_gid_ex(struct ibv_context *c, uint32_t port, uint32_t index, struct ibv_gid_entry *out, uint32_t flags,
+                      size_t size) {
     if (port != 1 || index > 1) return EINVAL;
-    *out = (struct ibv_gid_entry){ .gid = gid_of(context_of(c)->nic, index), .gid_index = index, .port_num = 1, .gid_type = IBV_GID_TYPE_ROCE_V2 };
+    *out = (struct ibv_gid_entry){ .gid = gid_of(context_of(c)->nic, index), .gid_index = index, .port_num = 1,
+                                   .gid_type = IBV_GID_TYPE_ROCE_V2 };
     return 0;
 }
-ssize_t _ibv_query_gid_table(struct ibv_context *c, struct ibv_gid_entry *out, size_t max, uint32_t flags, size_t size) {
+ssize_t _ibv_query_gid_table(struct ibv_context *c, struct ibv_gid_entry *out, size_t max, uint32_t flags,
+                             size_t size) {
     size_t n = 0;
     for (; n < 2 && n < max; n++) _ibv_query_gid_ex(c, 1, n, &out[n], flags, size);
     return n;
@@ -190,7 +216,8 @@ static int f_arm(struct ibv_cq *cq, int solicited) {
 static void complete(struct pair *p, struct request *r, unsigned long serial, enum ibv_wc_status status) {
     struct queue *q = (void *)p->qp.send_cq;
     if (q->tail - q->head == q->size) {
-        raise_event(context_of(q->cq.context), (struct ibv_async_event){ .element.cq = &q->cq, .event_type = IBV_EVENT_CQ_ERR });
+        struct ibv_async_event event = { .element.cq = &q->cq, .event_type = IBV_EVENT_CQ_ERR };
+        raise_event(context_of(q->cq.context), event);
         fprintf(stderr, "fakeverbs: completion queue of %u overrun\n", q->size);
         return;
     }
@@ -213,7 +240,9 @@ static int poll_locked(struct queue *q, int max, struct ibv_wc *out) {
     }
     return n;
 }
-static int f_poll(struct ibv_cq *cq, int max, struct ibv_wc *out) { LOCKED(int, poll_locked((struct queue *)cq, max, out)); }
+static int f_poll(struct ibv_cq *cq, int max, struct ibv_wc *out) {
+    LOCKED(int, poll_locked((struct queue *)cq, max, out));
+}
 
 /* --- moving -------------------------------------------------------------------------------------------------------- */
 
@@ -231,7 +260,8 @@ static struct pair *far_end(struct pair *p) {
     if (!q || q->qp.qp_num != p->at.dest_qp_num || q->at.dest_qp_num != p->qp.qp_num) return NULL;
     if (q->qp.state != IBV_QPS_RTR && q->qp.state != IBV_QPS_RTS) return NULL;
     union ibv_gid gid = gid_of(q->nic, 1), local = gid_of(q->nic, 0);
-    int addressed = !memcmp(&p->at.ah_attr.grh.dgid, &gid, sizeof gid) || !memcmp(&p->at.ah_attr.grh.dgid, &local, sizeof local);
+    union ibv_gid *to = &p->at.ah_attr.grh.dgid;
+    int addressed = !memcmp(to, &gid, sizeof gid) || !memcmp(to, &local, sizeof local);
     return addressed && q->at.rq_psn == p->at.sq_psn ? q : NULL;
 }
 static enum fault fault_of(int nic) {
@@ -248,11 +278,16 @@ static enum ibv_wc_status copy(struct pair *p, struct pair *far, struct request 
     uint64_t remote = r->wr.wr.rdma.remote_addr, length = length_of(r);
     int right = reading ? IBV_ACCESS_REMOTE_READ : IBV_ACCESS_REMOTE_WRITE;
     struct region *mine[MAX_SGE] = {0}, *theirs = NULL;
-    for (int i = 0; i < r->wr.num_sge; i++)
-        if (r->sge[i].length && !(mine[i] = find(r->sge[i].lkey, p->qp.pd, r->sge[i].addr, r->sge[i].length, reading ? IBV_ACCESS_LOCAL_WRITE : 0)))
-            return IBV_WC_LOC_PROT_ERR;
-    if (length && (!(far->at.qp_access_flags & right) || !(theirs = find(r->wr.wr.rdma.rkey, far->qp.pd, remote, length, right))))
-        return IBV_WC_REM_ACCESS_ERR;
+    for (int i = 0; i < r->wr.num_sge; i++) {
+        struct ibv_sge *part = &r->sge[i];
+        if (!part->length) continue;
+        mine[i] = find(part->lkey, p->qp.pd, part->addr, part->length, reading ? IBV_ACCESS_LOCAL_WRITE : 0);
+        if (!mine[i]) return IBV_WC_LOC_PROT_ERR;
+    }
+    if (length) {
+        theirs = find(r->wr.wr.rdma.rkey, far->qp.pd, remote, length, right);
+        if (!theirs || !(far->at.qp_access_flags & right)) return IBV_WC_REM_ACCESS_ERR;
+    }
     for (int i = 0; i < r->wr.num_sge; remote += r->sge[i++].length) {
         if (!r->sge[i].length) continue;
         void *here = (void *)(r->sge[i].addr + mine[i]->delta), *there = (void *)(remote + theirs->delta);
@@ -274,7 +309,8 @@ static int execute(struct pair *p, struct request *r) {
     int status = copy(p, far, r);
     if (status == IBV_WC_REM_ACCESS_ERR) {
         far->qp.state = IBV_QPS_ERR;
-        raise_event(context_of(far->qp.context), (struct ibv_async_event){ .element.qp = &far->qp, .event_type = IBV_EVENT_QP_ACCESS_ERR });
+        struct ibv_async_event event = { .element.qp = &far->qp, .event_type = IBV_EVENT_QP_ACCESS_ERR };
+        raise_event(context_of(far->qp.context), event);
     }
     return status;
 }
@@ -286,14 +322,16 @@ static void run(struct pair *p) {
         if (status < 0) return;
         if (status != IBV_WC_SUCCESS) p->qp.state = IBV_QPS_ERR;
         p->done++;
-        if (status != IBV_WC_SUCCESS || p->all_signaled || r->wr.send_flags & IBV_SEND_SIGNALED) complete(p, r, p->done, status);
+        if (status != IBV_WC_SUCCESS || p->all_signaled || r->wr.send_flags & IBV_SEND_SIGNALED)
+            complete(p, r, p->done, status);
     }
 }
 static int post_locked(struct pair *p, struct ibv_send_wr *wr, struct ibv_send_wr **bad) {
     int error = 0;
     for (; wr; wr = wr->next) {
         if (p->qp.state != IBV_QPS_RTS && p->qp.state != IBV_QPS_ERR) error = EINVAL;
-        else if (wr->num_sge > MAX_SGE || (wr->opcode != IBV_WR_RDMA_WRITE && wr->opcode != IBV_WR_RDMA_READ)) error = EINVAL;
+        else if (wr->opcode != IBV_WR_RDMA_WRITE && wr->opcode != IBV_WR_RDMA_READ) error = EINVAL;
+        else if (wr->num_sge > MAX_SGE) error = EINVAL;
         else if (p->posted - p->retired >= p->size) error = ENOMEM;
         if (error) break;
         struct request *r = &p->ring[p->posted++ % p->size];
@@ -304,8 +342,13 @@ static int post_locked(struct pair *p, struct ibv_send_wr *wr, struct ibv_send_w
     run(p);
     return error;
 }
-static int f_post(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad) { LOCKED(int, post_locked((struct pair *)qp, wr, bad)); }
-static int f_receive(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad) { *bad = wr; return EOPNOTSUPP; }
+static int f_post(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad) {
+    LOCKED(int, post_locked((struct pair *)qp, wr, bad));
+}
+static int f_receive(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad) {
+    *bad = wr;
+    return EOPNOTSUPP;
+}
 
 /* --- objects ------------------------------------------------------------------------------------------------------- */
 
@@ -384,7 +427,9 @@ static struct ibv_mr *reg(struct ibv_pd *pd, void *address, size_t length, int a
     return &made->mr;
 }
 #undef ibv_reg_mr
-struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *address, size_t length, int access) { return reg(pd, address, length, access, 0); }
+struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *address, size_t length, int access) {
+    return reg(pd, address, length, access, 0);
+}
 struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *address, size_t length, uint64_t iova, unsigned access) {
     return reg(pd, address, length, access, 0);
 }
@@ -454,11 +499,15 @@ struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *a) {
     return &made->qp;
 }
 
+enum {
+    FOR_RTR = IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER,
+    FOR_RTS = IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC,
+};
 static const struct { int from, to, needs; } steps[] = {
     { IBV_QPS_RESET, IBV_QPS_INIT, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS },
     { IBV_QPS_INIT, IBV_QPS_INIT, 0 },
-    { IBV_QPS_INIT, IBV_QPS_RTR, IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER },
-    { IBV_QPS_RTR, IBV_QPS_RTS, IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC },
+    { IBV_QPS_INIT, IBV_QPS_RTR, FOR_RTR },
+    { IBV_QPS_RTR, IBV_QPS_RTS, FOR_RTS },
     { IBV_QPS_RTS, IBV_QPS_RTS, 0 },
 };
 static int allowed(struct pair *p, int to, int mask) {
@@ -483,7 +532,9 @@ static int modify_locked(struct pair *p, struct ibv_qp_attr *a, int mask) {
     else run(p);
     return 0;
 }
-int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *a, int mask) { LOCKED(int, modify_locked((struct pair *)qp, a, mask)); }
+int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *a, int mask) {
+    LOCKED(int, modify_locked((struct pair *)qp, a, mask));
+}
 int ibv_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *a, int mask, struct ibv_qp_init_attr *init) {
     *a = ((struct pair *)qp)->at;
     a->qp_state = a->cur_qp_state = qp->state;
@@ -532,9 +583,9 @@ void fakeverbs_fault(int nic, int kind, long after) {
 void fakeverbs_port(int nic, int up) {
     pthread_mutex_lock(&lock);
     nics[nic].down = !up;
+    struct ibv_async_event event = { .element.port_num = 1, .event_type = up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR };
     for (int i = 0; i < MAX_CONTEXTS; i++)
-        if (contexts[i] && contexts[i]->nic == nic)
-            raise_event(contexts[i], (struct ibv_async_event){ .element.port_num = 1, .event_type = up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR });
+        if (contexts[i] && contexts[i]->nic == nic) raise_event(contexts[i], event);
     run_all();
     pthread_mutex_unlock(&lock);
 }
