@@ -7,6 +7,7 @@ import time
 import httpx
 import pytest
 
+from deploy import topology
 from deploy.testbed import PlainVLLM, Platform, sample, wait_for
 from tests.e2e.client import complete, prompt_tokens, random_prompt
 
@@ -27,6 +28,10 @@ async def ttft_s(
 
 def saved_blocks(platform: Platform, name: str) -> float:
     return sample(platform.metrics(name), "mooncake_connector_store_saved_blocks_total")
+
+
+def transferred(platform: Platform, name: str, op: str) -> float:
+    return sample(platform.metrics(name), "mooncake_transfer_bytes_total", op=op)
 
 
 async def fill_store(
@@ -55,6 +60,13 @@ async def test_b_reuses_what_a_computed(platform: Platform, plain: PlainVLLM, ht
         cold_s.append(cold)
         warm_s.append(warm)
     assert min(warm_s) <= 0.5 * min(cold_s), f"cold {cold_s}, warm {warm_s}"
+    # What the transfer engines inside vLLM moved, and what they see of the machine, is told by their hosts.
+    moved = {(name, op): transferred(platform, name, op) for name in (a, b) for op in ("write", "read")}
+    assert moved[a, "write"] > 0 and moved[b, "read"] > 0, moved
+    state = platform.state()
+    seen = {record.name: record.topology for record in await topology.published(state["etcd"], state["cluster"])}
+    assert {a, b, *platform.names("decode"), *platform.names("store-node")} == seen.keys()
+    assert all("cpu:0" in found.locations for found in seen.values())
 
 
 async def test_b_reuses_after_a_is_gone(platform: Platform, plain: PlainVLLM, http: httpx.AsyncClient) -> None:
