@@ -76,7 +76,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # transfer engine and store
     transfer_port: Annotated[int, _field("port of the transfer engine; 0: a free one", ge=0, le=65535)] = 0
     transports: Annotated[list[str], _field("ways the transfer engine may use, in order of preference")] = (
-        msgspec.field(default_factory=lambda: ["local", "shm", "tcp"])
+        msgspec.field(default_factory=lambda: ["local", "shm", "rdma", "tcp"])
     )
     transfer_nics: Annotated[
         list[str], _field("NICs of KV streams between workers, e.g. mlx5_0,mlx5_1; empty: all")

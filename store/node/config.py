@@ -17,7 +17,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     segment_bytes: Annotated[int, _help("DRAM that this node gives to the pool", ge=1 << 16)] = 1 << 30
     transfer_port: Annotated[int, _help("port of the transfer engine; 0: a free one", ge=0, le=65535)] = 0
     transports: Annotated[list[str], _help("ways the transfer engine may use, in order of preference")] = msgspec.field(
-        default_factory=lambda: ["local", "shm", "tcp"]
+        default_factory=lambda: ["local", "shm", "rdma", "tcp"]
     )
     transfer_nics: Annotated[list[str], _help("NICs of the transfer engine; empty: all")] = msgspec.field(
         default_factory=list
