@@ -1,0 +1,1 @@
+"""The transfer engine beside its rivals, in one run: `python -m benchmarks.transfer` (see `__main__`)."""
