@@ -46,6 +46,7 @@ class Posted:
     n_bytes: int
     began: float
     tail_seen: bool = False
+    finished: bool = False
 
 
 @dataclass(slots=True, eq=False)

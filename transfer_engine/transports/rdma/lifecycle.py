@@ -83,7 +83,7 @@ class Lifecycle:
 
     def _create(self, endpoint: Endpoint) -> None:
         """On the NIC's thread, without the lock."""
-        with self._guard:
+        with self._guard.lock:
             if endpoint.state is not EndpointState.CONNECTING:
                 return
             try:
@@ -104,16 +104,15 @@ class Lifecycle:
         except MooncakeError as error:
             session = endpoint.session
             cut_off = session.down is None and (session.link is None or not session.link.alive)
-            with (
-                self._guard
-            ):  # a control connection that broke under the question is dialled again, and says nothing of the path
+            # A control connection that broke under the question is dialled again, and says nothing of the path.
+            with self._guard.lock:
                 return self.broke(endpoint, error, blame=not cut_off)
         offer = reply.endpoint
         endpoint.nic.call(lambda: self._connect(endpoint, offer))
 
     def _connect(self, endpoint: Endpoint, offer: EndpointOffer) -> None:
         """On the NIC's thread, without the lock."""
-        with self._guard:
+        with self._guard.lock:
             if endpoint.state is not EndpointState.CONNECTING or endpoint.pair is None:
                 return
             try:
@@ -186,7 +185,7 @@ class Lifecycle:
         if session.record.process_ended():
             return done(True)
         deadline = time.monotonic() + patience_s
-        with self._guard:
+        with self._guard.lock:
             self._confirming[endpoint] = deadline, done
 
         def answered(what: Reply | MooncakeError) -> None:
@@ -196,7 +195,7 @@ class Lifecycle:
 
     def _confirmed(self, endpoint: Endpoint, gone: bool) -> None:
         """Without the lock."""
-        with self._guard:
+        with self._guard.lock:
             _, done = self._confirming.pop(endpoint, (0.0, None))
         if done is not None:
             done(gone or endpoint.session.record.process_ended())

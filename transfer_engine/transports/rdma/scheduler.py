@@ -63,7 +63,7 @@ class Scheduler:
     def promising(self, session: Session, tiers: Tiers) -> bool:
         """Whether a path works or has not been tried; failed ones whose rest is over are probed in passing."""
         now = time.monotonic()
-        with self._guard:
+        with self._guard.lock:
             peer = self._peer(session)
             plan = self._plan(peer, tiers, now)
             return bool(plan.ready) or plan.hope
@@ -71,7 +71,7 @@ class Scheduler:
     def add(self, session: Session, job: Job, tiers: Tiers) -> bool:
         """Queue a job that was cut. False once closed."""
         now = time.monotonic()
-        with self._guard:
+        with self._guard.lock:
             if self._closed:
                 return False
             peer = self._peer(session)
@@ -80,6 +80,7 @@ class Scheduler:
                 peer.paths.wake()  # everything failed before: somebody asks again, so look again
             self._push(peer, job, tiers)
             self._pump_peer(peer, now)
+        self._guard.run()
         return True
 
     def help(self, submission: Submission) -> None:
@@ -93,7 +94,7 @@ class Scheduler:
     @property
     def queued(self) -> int:
         """Slices that are on no NIC yet."""
-        with self._guard:
+        with self._guard.lock:
             return sum(peer.queued for peer in self._peers.values())
 
     def _push(self, peer: Peer, job: Job, tiers: Tiers) -> None:
@@ -139,7 +140,19 @@ class Scheduler:
             if piece is None:
                 peer.drop(head)
             else:
-                self._post(endpoint, piece)
+                self._post_or_return(endpoint, piece)
+
+    def _post_or_return(self, endpoint: Endpoint, piece: Slice) -> None:
+        """An interrupt of an application's thread must not lose a slice between the job and the endpoint."""
+        try:
+            self._post(endpoint, piece)
+        except BaseException as error:
+            problem = TransferError(f"rdma: interrupted by {error!r}")
+            if not any(posted.piece is piece for posted in endpoint.out.values()):
+                self._guard.later(lambda: piece.job.submission.fail_slice(problem))
+            else:
+                self.lifecycle.broke(endpoint, problem, blame=False)
+            raise
 
     def _choose(self, peer: Peer, plan: Plan) -> Endpoint | None:
         """The endpoint whose NIC has least to do for its rate, in turn among equals."""
@@ -176,7 +189,7 @@ class Scheduler:
 
     def drain(self, nic: Nic) -> bool:
         """Take what has come back. By any thread: polling happens under the lock, so the order is the queue's."""
-        with self._guard:
+        with self._guard.lock:
             completions = nic.device.completions()
             if not completions:
                 return False
@@ -190,15 +203,19 @@ class Scheduler:
                 else:
                     self._came_back(endpoint, tag, status)
             self._pump(time.monotonic())
+        self._guard.run()
         return True
 
     def _came_through(self, endpoint: Endpoint, ticket: int) -> None:
-        posted = endpoint.take_back(ticket)
+        posted = endpoint.out[ticket]
+        if posted.piece is not None:
+            posted.finished = True
+            self._guard.later(lambda: self._finish(endpoint, posted))
+        endpoint.take_back(ticket)
         if posted.piece is None:
-            return self.lifecycle.proved(endpoint)
-        if endpoint.state is EndpointState.READY:
+            self.lifecycle.proved(endpoint)
+        elif endpoint.state is EndpointState.READY:
             self._peers[endpoint.session].paths.carried(endpoint.path)
-        self._guard.later(lambda: self._finish(endpoint, posted))
 
     def _finish(self, endpoint: Endpoint, posted: Posted) -> None:
         piece = posted.piece
@@ -221,7 +238,7 @@ class Scheduler:
 
     def port_changed(self, nic: Nic, active: bool) -> None:
         self._engine.counters.add(**{f"rdma_{nic.name}_port_{'up' if active else 'down'}": 1})
-        with self._guard:
+        with self._guard.lock:
             for peer in self._peers.values():
                 peer.paths.port(nic.index, active)
             if not active:
@@ -229,9 +246,10 @@ class Scheduler:
                     if endpoint.nic is nic:
                         self.lifecycle.broke(endpoint, TransferError("the port is down"))
             self._pump(time.monotonic())
+        self._guard.run()
 
     def broken(self, nic: Nic) -> None:
-        with self._guard:
+        with self._guard.lock:
             nic.active = False
             for peer in self._peers.values():
                 peer.paths.port(nic.index, False)
@@ -240,9 +258,10 @@ class Scheduler:
                     self.lifecycle.broke(endpoint, TransferError("its thread has failed"))
                     self.lifecycle.bury(endpoint)
             self._pump(time.monotonic())
+        self._guard.run()
 
     def tick(self, now: float) -> float:
-        with self._guard:
+        with self._guard.lock:
             wait_s = self.lifecycle.tick(now)
             waiting = False
             for peer in list(self._peers.values()):
@@ -250,6 +269,7 @@ class Scheduler:
                 waiting |= peer.head() is not None
             self._pump(now)
             self._forget()
+        self._guard.run()
         return min(wait_s, 0.05) if waiting else wait_s
 
     def _forget(self) -> None:
@@ -263,7 +283,7 @@ class Scheduler:
     def lost(self, endpoint: Endpoint, posted: Posted, quiet: bool) -> None:
         """Without the lock."""
         piece = posted.piece
-        if piece is None:
+        if piece is None or posted.finished:
             return
         if posted.hold is not None:
             endpoint.session.regions.release(posted.hold)
@@ -290,13 +310,16 @@ class Scheduler:
         piece.job.submission.return_slice()
 
     def _again(self, session: Session, job: Job) -> None:
-        with self._guard:
+        with self._guard.lock:
             peer = self._peer(session)
             tiers = [range(len(self.nics))]
-            if not self._closed:
+            closed = self._closed
+            if not closed:
                 self._push(peer, job, tiers)
-                return self._pump_peer(peer, time.monotonic())
-        job.submission.abort_closed()
+                self._pump_peer(peer, time.monotonic())
+        if closed:
+            job.submission.abort_closed()
+        self._guard.run()
 
     def _give_up(self, peer: Peer) -> None:
         """No path works: end, or send elsewhere, what waits."""
@@ -314,14 +337,14 @@ class Scheduler:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def fail_peer(self, session: Session, error: MooncakeError) -> None:
-        with self._guard:
+        with self._guard.lock:
             peer = self._peers.get(session)
             jobs = peer.drain() if peer is not None else []
         for job in jobs:
             job.submission.abort(TransferState.FAILED, error, time.monotonic())
 
     def forget(self, session: Session) -> None:
-        with self._guard:
+        with self._guard.lock:
             peer = self._peers.get(session)
             if peer is None:
                 return
@@ -332,15 +355,16 @@ class Scheduler:
 
     def close(self) -> None:
         """End all endpoints; `lifecycle.settled` tells when that is done."""
-        with self._guard:
+        with self._guard.lock:
             self._closed = True
             jobs = [job for peer in self._peers.values() for job in peer.drain()]
             for endpoint in self.lifecycle.endpoints:
                 self.lifecycle.retire(endpoint)
+        self._guard.run()
         for job in jobs:
             job.submission.abort_closed()
 
     @property
     def quiet(self) -> bool:
-        with self._guard:
+        with self._guard.lock:
             return self.lifecycle.settled
