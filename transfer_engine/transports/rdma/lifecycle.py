@@ -29,7 +29,8 @@ CONFIRM_S, CONFIRM_MAX_S = 0.3, 2.0
 FLUSH_S = 0.3
 GRACE_S = 0.05
 """How long a slice that is on the NIC may run on after its submission must stop: ending it costs the queue pair."""
-_BUSY_TICK_S, _IDLE_TICK_S, _EMPTY_TICK_S = 0.05, 0.1, 5.0
+_BUSY_TICK_S, _IDLE_TICK_S, _EMPTY_TICK_S = 0.05, 0.1, 1.0
+_LATELY_S = 1.0
 _OPENING = (EndpointState.CONNECTING, EndpointState.PROBING)
 
 
@@ -204,7 +205,8 @@ class Lifecycle:
 
     def tick(self, now: float) -> float:
         """See to what is overdue; returns seconds until the next look."""
-        wait_s = _IDLE_TICK_S if self._peers else _EMPTY_TICK_S
+        lately = any(now - endpoint.moved_at < _LATELY_S for endpoint in self._peers)
+        wait_s = _IDLE_TICK_S if lately else _EMPTY_TICK_S  # whoever posts on a NIC that dozes wakes it
         for endpoint in self.endpoints:
             self._look_at(endpoint, now)
             if endpoint.out or endpoint.state in _OPENING:
