@@ -24,6 +24,7 @@ from transfer_engine.config import EngineConfig
 from transfer_engine.connections import Connections
 from transfer_engine.control import Control, NotifyHandler
 from transfer_engine.device.staging import DeviceMemory
+from transfer_engine.express import Express
 from transfer_engine.fence import FenceTable
 from transfer_engine.handles import HandleTable
 from transfer_engine.handshake import Hello, Identity
@@ -114,6 +115,8 @@ class TransferEngine:
             self._keyed = next((t for t in self._transports if isinstance(t, KeyedTransport)), None)
             self._registration.keyed = self._keyed
             self._router = self._work.router = Router(self, self._transports, self._control)
+            tcp = next((t for t in self._transports if isinstance(t, TcpTransport)), None)
+            self._express = Express(self._segments, self.memory, self.devices, self._router, tcp, self.counters)
             self._listener.start(self.identity, self._serve)
             undo.pop_all()
 
@@ -316,6 +319,12 @@ class TransferEngine:
         """Submit and wait. Raises what made it fail; returns the status of success. A small transfer is moved by the
         calling thread itself, which spares two thread switches."""
         self._alive()
+        if not group and notify is None and 0 < deadline_s <= self.config.max_deadline_s:
+            deadline = time.monotonic() + deadline_s
+            status = self._express.move(requests, deadline)
+            if status is not None:
+                return status
+            deadline_s = max(0.001, deadline - time.monotonic())
         count = len(requests.source) if isinstance(requests, TransferVector) else len(requests)
         batch = Batch(max(1, count))
         try:

@@ -104,7 +104,8 @@ class RegionTable:
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self._capacity = capacity
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._regions: dict[int, Region] = {}
         self._leaving: set[Region] = set()
         self._all = self._remote = _snapshot([])
@@ -210,6 +211,25 @@ class RegionTable:
                 region.uses -= 1
                 free |= region.closing and region.uses == 0
             if free:
+                self._changed.notify_all()
+
+    def hold_one(self, address: int, length: int, *, remote: bool = False) -> Region | None:
+        """`hold` for one range within one region, without arrays; None when there is none. Give it back with `release_one`."""
+        snapshot = self._remote if remote else self._all
+        row = snapshot.row_of(address, length)
+        if row < 0:
+            return None
+        region = snapshot.regions[row]
+        with self._lock:
+            if region.closing:
+                return None
+            region.uses += 1
+        return region
+
+    def release_one(self, region: Region) -> None:
+        with self._lock:
+            region.uses -= 1
+            if region.closing and region.uses == 0:
                 self._changed.notify_all()
 
     def rows(self, address: U64, length: U64) -> tuple[Index, tuple[Region, ...]]:

@@ -31,6 +31,9 @@ DATA_MAGIC = 0x3144434D  # "MCD1"
 WRITE, READ, ACK, DATA = 1, 2, 3, 4
 HEADER = struct.Struct("<IBBHIIQQQ")
 HEADER_BYTES = HEADER.size
+ROW = struct.Struct("<QQ")
+SMALL = struct.Struct("<IBBHIIQQQQQ")
+"""A header and a table of one row."""
 MAX_FRAME_BYTES = 1 << 30
 
 
@@ -65,6 +68,8 @@ def decode_header(raw: bytes | bytearray | memoryview) -> FrameHeader:
 def check_table(table: U64, total: int) -> None:
     """`table` is (n, 2): address, length. Raises ProtocolViolation unless lengths are positive and add up to `total`."""
     lengths = table[:, 1]
+    if len(lengths) == 1 and int(lengths[0]) == total > 0:
+        return  # a header's total is within bounds
     if int(lengths.max()) > MAX_FRAME_BYTES or int(lengths.min()) == 0 or int(lengths.sum()) != total:
         raise ProtocolViolation(f"frame table does not add up to {total} bytes")
 
@@ -233,5 +238,5 @@ def decode_reply(body: bytes | bytearray) -> Reply:
         raise ProtocolViolation(f"malformed control reply: {error}") from error
 
 
-def as_table(raw: bytearray) -> U64:
+def as_table(raw: bytearray | memoryview) -> U64:
     return np.frombuffer(raw, np.dtype("<u8")).reshape(-1, 2)

@@ -37,6 +37,14 @@ class Router:
         """Whether a transport without the target's help may reach it (and needs its region table)."""
         return any(ways_past_us(session.record, self._engine.identity))
 
+    def only_tcp(self, session: Session) -> bool:
+        """Whether no other transport of ours could reach that peer. Constant over a session's life."""
+        if session.only_tcp is None:
+            theirs = set(session.record.identity.transports)
+            others = any(t.name in theirs for t in self._transports if t.name not in ("tcp", "local", "shm"))
+            session.only_tcp = "tcp" in theirs and not others and not self._is_direct(session)
+        return session.only_tcp
+
     def prepare(self, session: Session, deadline: float) -> None:
         """Fetch the region table of a direct peer, so that the first transfer need not. Failure is left to the transfer."""
         if not self._is_direct(session) or session.regions_known:
@@ -58,8 +66,19 @@ class Router:
         if not self._is_direct(session) or self._table_covers(job, session):
             return self._offer(job, self._transports)
         submission, link = job.submission, session.link
-        if link is not None and link.alive:
-            return self._control.refresh(session, link, submission.deadline, lambda error: self._refreshed(job, error))
+        if link is None or not link.alive:
+            return self._redial(job)
+
+        def answered(error: MooncakeError | None) -> None:
+            if isinstance(error, PeerUnavailable) and not link.alive and session.down is None:
+                return self._redial(job)  # it broke under the question, which says nothing of the peer
+            self._refreshed(job, error)
+
+        self._control.refresh(session, link, submission.deadline, answered)
+
+    def _redial(self, job: Job) -> None:
+        """Dial the peer on a thread of its own, then ask for its regions."""
+        session, submission = _session(job), job.submission
 
         def redial() -> None:
             try:

@@ -126,6 +126,7 @@ class Session:
         self.regions_known = False
         self.nics: list[NicInfo] = []
         self.cross_copy_ok: bool | None = None
+        self.only_tcp: bool | None = None
         self.handles = 0
         self._config = config
         self._dial = dial

@@ -40,6 +40,20 @@ class Stats:
             self._counts[f"{what}_slices"] += 1
             self._counts[f"{what}_seconds"] += seconds  # type: ignore[assignment]
 
+    def count(self, name: str, amount: float) -> None:
+        with self._lock:
+            self._counts[name] += amount  # type: ignore[assignment]
+
+    def exchanged(self, names: tuple[str, str, str], n_bytes: int, seconds: float) -> None:
+        """A transfer that was one slice; `names` of its bytes, slices and seconds."""
+        with self._lock:
+            counts = self._counts
+            counts[names[0]] += n_bytes
+            counts[names[1]] += 1
+            counts[names[2]] += seconds  # type: ignore[assignment]
+            counts["transfers_completed"] += 1
+            counts["transfer_requests"] += 1
+
     def snapshot(self) -> dict[str, float]:
         with self._lock:
             return dict(self._counts)

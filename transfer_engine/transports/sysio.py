@@ -6,11 +6,13 @@ with 1024 ranges costs no Python work per range. Does not know: frames, deadline
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +24,9 @@ from transfer_engine.slices import U64
 _libc = ctypes.CDLL(None, use_errno=True)
 TICK_S = 0.05
 """Blocking data calls come back at least this often, so that deadlines, cancels and closing are seen."""
+
+SPIN_S = 100e-6 if (os.cpu_count() or 1) > 1 else 0.0
+"""So long a round trip of small frames is waited for without sleeping."""
 
 _GATHER_BELOW_BYTES = 24 << 10
 
@@ -52,29 +57,40 @@ def allow_any_ptracer() -> None:
     _prctl(0x59616D61, (1 << 64) - 1, 0, 0, 0)
 
 
+_NEAR_BUFFER_BYTES, _FAR_BUFFER_BYTES = 256 << 10, 4 << 20
+"""To a peer on this host, what is under way should stay in the processor's cache: with more, every byte goes to main memory and
+back. To others, it must fill the network's bandwidth times its delay."""
+
+
 def tune(sock: socket.socket, buffer_bytes: int) -> None:
-    """Make a blocking data socket tick."""
+    """Make a blocking data socket tick, and give it buffers (0: what suits the distance). Raises OSError."""
     tick = struct.pack("ll", 0, int(TICK_S * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
-    if buffer_bytes:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    near = sock.getsockname()[0] == sock.getpeername()[0]
+    size = buffer_bytes or (_NEAR_BUFFER_BYTES if near else _FAR_BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+    if near:
+        with contextlib.suppress(OSError):  # nothing is lost on the way, so pacing (bbr) only costs timers
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 class Vector:
     """An iovec array and how much of it is done. `keep` keeps Python-owned bytes alive."""
 
     def __init__(self, address: U64, length: U64, keep: object = None) -> None:
-        self.iov = np.empty((len(address), 2), np.uint64)
-        self.iov[:, 0] = address
-        self.iov[:, 1] = length
-        self.left = int(length.sum()) if len(length) > 1 else int(length[0])
-        self.row = 0
+        iov = np.empty((len(address), 2), np.uint64)
+        iov[:, 0] = address
+        iov[:, 1] = length
+        self._start(iov, int(length.sum()) if len(length) > 1 else int(length[0]), keep)
+
+    def _start(self, iov: npt.NDArray[np.uint64], left: int, keep: object) -> None:
+        self.iov, self.left, self.row = iov, left, 0
         self._keep = keep
         self._first = (0, 0)
-        self._iov_at = self.iov.ctypes.data
-        self._head = _MsgHdr()
+        self._iov_at = _address_of(iov)
+        self._head = _MsgHdr(iov=self._iov_at, iov_count=min(len(iov), MAX_IOV))
         self._head_at = ctypes.addressof(self._head)
 
     @classmethod
@@ -82,42 +98,77 @@ class Vector:
         """One range over a writable Python buffer."""
         array = np.frombuffer(buffer, np.uint8) if not isinstance(buffer, np.ndarray) else buffer
         size = array.nbytes if length is None else length
-        made = cls(np.array([array.ctypes.data], np.uint64), np.array([size], np.uint64), array)
-        made._first = (array.ctypes.data, size)
+        made = cls.__new__(cls)
+        made._start(np.array([[_address_of(array), size]], np.uint64), size, array)
+        made._first = (int(made.iov[0, 0]), size)
         return made
 
     @classmethod
     def behind(cls, head: bytearray, payload: tuple[U64, U64] | None) -> Vector:
         """Some Python-owned bytes, then ranges (address, length) of memory."""
+        if payload is None:
+            return cls.of(head)
+        address, length = payload
         array = np.frombuffer(head, np.uint8)
-        address, length = np.array([array.ctypes.data], np.uint64), np.array([len(head)], np.uint64)
-        if payload is not None:
-            address, length = np.concatenate((address, payload[0])), np.concatenate((length, payload[1]))
-        return cls(address, length, array)
+        iov = np.empty((1 + len(address), 2), np.uint64)
+        iov[0, 0], iov[0, 1] = _address_of(array), len(head)
+        iov[1:, 0], iov[1:, 1] = address, length
+        made = cls.__new__(cls)
+        made._start(iov, len(head) + (int(length.sum()) if len(length) > 1 else int(length[0])), array)
+        return made
+
+    @classmethod
+    def framed(cls, head: bytearray) -> Vector:
+        """Some Python-owned bytes and, by `carry`, one range of memory behind them."""
+        array = np.frombuffer(head, np.uint8)
+        made = cls.__new__(cls)
+        made._start(np.array([[_address_of(array), len(head)], [0, 0]], np.uint64), 0, array)
+        made._first = (_address_of(array), len(head))
+        return made
+
+    def carry(self, address: int, length: int) -> Vector:
+        """The same head again, before another range (vectors made by `framed` only)."""
+        iov = self.iov
+        iov[0, 0], iov[0, 1] = self._first
+        iov[1, 0], iov[1, 1] = address, length
+        self.left, self.row = self._first[1] + length, 0
+        return self
 
     def again(self) -> Vector:
         """Ready for the same buffer once more (vectors made by `of` only)."""
-        self.iov[0, 0], self.iov[0, 1] = self._first
-        self.left, self.row = self._first[1], 0
+        self.aim(*self._first)
         return self
+
+    def aim(self, address: int, length: int) -> None:
+        """Be about one other range (vectors of one row only)."""
+        self.iov[0, 0], self.iov[0, 1] = address, length
+        self.left, self.row = length, 0
 
     def advance(self, count: int) -> None:
         self.left -= count
         if self.left == 0:
             self.row = len(self.iov)
             return
-        rest = self.iov[self.row :, 1]
-        ends = np.cumsum(rest)
-        full = int(np.searchsorted(ends, np.uint64(count), side="right"))
-        over = count - (int(ends[full - 1]) if full else 0)
-        self.row += full
+        over = count
+        if self.row < len(self.iov) - 1:
+            ends = np.cumsum(self.iov[self.row :, 1])
+            full = int(np.searchsorted(ends, np.uint64(count), side="right"))
+            over -= int(ends[full - 1]) if full else 0
+            self.row += full
         self.iov[self.row, 0] += np.uint64(over)
         self.iov[self.row, 1] -= np.uint64(over)
 
     def _message(self) -> int:
+        if self.row == 0:
+            return self._head_at
         self._head.iov = self._iov_at + 16 * self.row
         self._head.iov_count = min(len(self.iov) - self.row, MAX_IOV)
         return self._head_at
+
+
+def _address_of(array: npt.NDArray[np.generic]) -> int:
+    """Cheaper than `array.ctypes.data`, which makes an object."""
+    return int(array.__array_interface__["data"][0])
 
 
 def send(sock_fd: int, vector: Vector, check: Callable[[], None]) -> None:
@@ -147,6 +198,25 @@ def receive(sock_fd: int, vector: Vector, check: Callable[[], None]) -> None:
         else:
             _raise_unless_tick()
         check()
+
+
+def receive_some(sock_fd: int, vector: Vector, check: Callable[[], None]) -> int:
+    """Receive what one call brings, at least a byte; returns how many, and leaves the vector as it was. Raises like `receive`."""
+    while (got := _recvmsg(sock_fd, vector._message(), 0)) <= 0:
+        if got == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        _raise_unless_tick()
+        check()
+    return got
+
+
+def receive_soon(sock_fd: int, vector: Vector) -> int:
+    """`receive_some` of what is expected within microseconds: looking again and again is quicker than being woken up. 0 when nothing
+    came, or the connection is over. Raises nothing."""
+    message, until = vector._message(), time.perf_counter() + SPIN_S
+    while (got := _recvmsg(sock_fd, message, socket.MSG_DONTWAIT)) < 0 and time.perf_counter() < until:
+        os.sched_yield()  # to the peer, if it shares this core
+    return max(got, 0)
 
 
 def _raise_unless_tick() -> None:

@@ -25,8 +25,10 @@ from transfer_engine.protocol import FrameHeader
 from transfer_engine.slices import U64
 from transfer_engine.transports import sysio, tls_io
 from transfer_engine.transports.base import Stats
+from transfer_engine.transports.read_ahead import ReadAhead
 
 _SCRATCH_BYTES = 1 << 20
+_SMALL_BYTES = 64 << 10
 
 
 class Target(Protocol):
@@ -52,6 +54,9 @@ class ServedStream:
         sysio.tune(sock, engine.config.socket_buffer_bytes)
         self._sock = sock
         self._path = tls_io.data_path(sock)
+        self._ahead = ReadAhead(self._path)
+        self._reply = bytearray(protocol.HEADER_BYTES)
+        self._whole_reply, self._framed_reply = sysio.Vector.of(self._reply), sysio.Vector.framed(self._reply)
         self._peer = peer
         self._regions = engine.memory
         self._devices = engine.devices
@@ -72,13 +77,15 @@ class ServedStream:
         return self._ended.wait(timeout_s)
 
     def run(self) -> None:
-        head = bytearray(protocol.HEADER_BYTES)
-        whole_head = sysio.Vector.of(head)
         try:
             while not self._stopping:
-                self._path.idle()
-                self._run(whole_head.again(), self._path.receive)
-                header = protocol.decode_header(head)
+                if self._ahead.empty:
+                    self._path.idle()
+                if self._small():
+                    if self._ahead.empty:
+                        self._ahead.fetch_soon()
+                    continue
+                header = protocol.decode_header(self._need(protocol.HEADER_BYTES))
                 if header.kind not in (protocol.WRITE, protocol.READ):
                     raise ProtocolViolation("an initiator sent an answer frame")
                 table = self._table(header)
@@ -95,11 +102,42 @@ class ServedStream:
             sockets.close(self._sock)
 
     def _table(self, header: FrameHeader) -> U64:
-        raw = bytearray(16 * header.count)
-        self._run(sysio.Vector.of(raw), self._path.receive)
-        table = protocol.as_table(raw)
+        table = protocol.as_table(self._need(16 * header.count)).copy()
         protocol.check_table(table, header.total)
         return table
+
+    def _small(self) -> bool:
+        """Serve a frame of one small range that no fence can concern and that lies in the buffer whole, without arrays. False:
+        it is something else, nothing was done."""
+        ahead = self._ahead
+        if ahead.empty:
+            self._more(1)
+        if self._devices.active or ahead.buffered < protocol.SMALL.size:
+            return False
+        magic, kind, status, zero, count, pad, frame_id, group, total, address, length = ahead.peek(protocol.SMALL)
+        write = kind == protocol.WRITE
+        size = protocol.SMALL.size + (length if write else 0)
+        odd = magic != protocol.DATA_MAGIC or status or zero or pad or group or kind > protocol.READ
+        if odd or count != 1 or total != length or not 0 < length <= _SMALL_BYTES or ahead.buffered < size:
+            return False
+        region = self._regions.hold_one(address, length, remote=True)
+        if region is None:
+            return False
+        try:
+            ahead.drop(protocol.SMALL.size)
+            if write:
+                ahead.give_one(address, length)
+            answer = protocol.ACK if write else protocol.DATA
+            protocol.HEADER.pack_into(
+                self._reply, 0, protocol.DATA_MAGIC, answer, 0, 0, 0, 0, frame_id, 0, 0 if write else length
+            )
+            self._run(
+                self._whole_reply.again() if write else self._framed_reply.carry(address, length), self._path.send
+            )
+        finally:
+            self._regions.release_one(region)
+        self._counters.count("served_write_bytes" if write else "served_read_bytes", length)
+        return True
 
     def _place(self, header: FrameHeader, table: U64) -> None:
         self._unplaced = header.total
@@ -145,6 +183,9 @@ class ServedStream:
 
     def _receive(self, address: U64, length: U64) -> None:
         vector = sysio.Vector(address, length)
+        if given := self._ahead.give(address, length):
+            vector.advance(given)
+            self._unplaced -= given
         before = vector.left
         try:
             self._run(vector, self._path.receive)
@@ -186,14 +227,26 @@ class ServedStream:
         self._counters.add(served_read_bytes=header.total)
 
     def _answer(self, header: FrameHeader) -> None:
-        self._run(sysio.Vector.of(bytearray(header.encode())), self._path.send)
+        self._reply[:] = header.encode()
+        self._run(self._whole_reply.again(), self._path.send)
 
     def _discard(self, count: int) -> None:
+        count -= self._ahead.drop(count)
         scratch = np.empty(min(count, _SCRATCH_BYTES), np.uint8)
         while count:
             part = min(count, len(scratch))
             self._run(sysio.Vector.of(scratch, part), self._path.receive)
             count -= part
+
+    def _need(self, count: int) -> memoryview:
+        """The next bytes of the connection, valid until more are asked for."""
+        if self._ahead.buffered < count:
+            self._more(count)
+        return self._ahead.take(count)
+
+    def _more(self, count: int) -> None:
+        self._vector, self._moved_at = None, time.monotonic()
+        self._ahead.fetch(count, self._check)
 
     def _run(self, vector: sysio.Vector, call: tls_io.Call) -> None:
         self._vector, self._left, self._moved_at = vector, vector.left, time.monotonic()
@@ -201,8 +254,7 @@ class ServedStream:
 
     def _check(self) -> None:
         now = time.monotonic()
-        assert self._vector is not None
-        if self._vector.left != self._left:
+        if self._vector is not None and self._vector.left != self._left:
             self._left, self._moved_at = self._vector.left, now
         self._go_on()
         if now - self._moved_at > self._stall_timeout_s:

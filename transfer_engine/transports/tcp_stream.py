@@ -8,6 +8,7 @@ What lies on a GPU goes through pinned memory, part after part.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections import deque
@@ -68,6 +69,13 @@ class TcpStream:
         self._next_id = 1
         self._answer = bytearray(protocol.HEADER_BYTES)
         self._whole_answer = sysio.Vector.of(self._answer)
+        self._request = bytearray(protocol.HEADER_BYTES + protocol.ROW.size)
+        self._whole_request = sysio.Vector.of(self._request)
+        self._framed_request, self._framed_answer = (
+            sysio.Vector.framed(self._request),
+            sysio.Vector.framed(self._answer),
+        )
+        self._deadline = math.inf
         self._vector: sysio.Vector | None = None
         self._left = -1
         self._moved_at = 0.0
@@ -117,20 +125,45 @@ class TcpStream:
     def receive(self) -> tuple[Outstanding, MooncakeError | None]:
         """The oldest frame's answer; READ data lands in local memory. Raises like `send`, and ProtocolViolation."""
         self._run(self._whole_answer.again(), self._path.receive)
-        answer = protocol.decode_header(self._answer)
         frame = self.window[0]
         write = frame.piece.job.opcode is Opcode.WRITE
-        expected = 0 if write or answer.status else frame.piece.n_bytes
-        if (
-            answer.kind != (protocol.ACK if write else protocol.DATA)
-            or answer.frame_id != frame.frame_id
-            or answer.total != expected
-        ):
-            raise ProtocolViolation("an answer does not belong to the oldest frame")
-        if expected:
+        refusal = self._checked(
+            protocol.ACK if write else protocol.DATA, frame.frame_id, 0 if write else frame.piece.n_bytes
+        )
+        if not write and refusal is None:
             self._fill(frame.piece)
         self.window.popleft()
-        return frame, protocol.error_from(answer.status, "refused by the target") if answer.status else None
+        return frame, refusal
+
+    def exchange(self, opcode: Opcode, local: int, remote: int, length: int, deadline: float) -> MooncakeError | None:
+        """One range at once, while the window is empty; returns the target's refusal. Raises like `send` and `receive`, and
+        GiveUp at the deadline."""
+        write, frame_id = opcode is Opcode.WRITE, self._next_id
+        self._next_id += 1
+        self._deadline = deadline
+        kind = protocol.WRITE if write else protocol.READ
+        protocol.HEADER.pack_into(self._request, 0, protocol.DATA_MAGIC, kind, 0, 0, 1, 0, frame_id, 0, length)
+        protocol.ROW.pack_into(self._request, protocol.HEADER_BYTES, remote, length)
+        try:
+            request = self._framed_request.carry(local, length) if write else self._whole_request.again()
+            self._run(request, self._path.send)
+            answer = self._whole_answer.again() if write else self._framed_answer.carry(local, length)
+            payload = 0 if write else length
+            while answer.left > payload:
+                answer.advance(self._path.soon(answer) or self._path.some(answer, self._check))
+            refusal = self._checked(protocol.ACK if write else protocol.DATA, frame_id, payload)
+            if refusal is None and answer.left:
+                self._run(answer, self._path.receive)
+            return refusal
+        finally:
+            self._deadline = math.inf
+
+    def _checked(self, kind: int, frame_id: int, total: int) -> MooncakeError | None:
+        """What the answer just received says. Raises ProtocolViolation unless it is the one expected."""
+        answer = protocol.decode_header(self._answer)
+        if answer.kind != kind or answer.frame_id != frame_id or answer.total != (0 if answer.status else total):
+            raise ProtocolViolation("an answer does not belong to the oldest frame")
+        return protocol.error_from(answer.status, "refused by the target") if answer.status else None
 
     def _fill(self, piece: Slice) -> None:
         address, length = piece.columns.local, piece.columns.length
@@ -164,7 +197,7 @@ class TcpStream:
         """Raises GiveUp when `piece` or something in the window must stop now."""
         now = time.monotonic()
         pieces = [frame.piece for frame in self.window] + ([piece] if piece else [])
-        if self.closing or any(p.job.submission.stop_at <= now for p in pieces):
+        if self.closing or now >= self._deadline or any(p.job.submission.stop_at <= now for p in pieces):
             raise GiveUp
 
     def stop(self) -> None:

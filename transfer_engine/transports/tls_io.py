@@ -25,23 +25,29 @@ _SHORT_BYTES = 4 << 10
 
 Check = Callable[[], None]
 Call = Callable[[Vector, Check], None]
+Some = Callable[[Vector, Check], int]
 
 
 class DataPath(NamedTuple):
-    """`send` and `receive` as in sysio, on one socket. `idle()` returns when there is something to receive."""
+    """`send`, `receive`, `some` and `soon` (`receive_some`, `receive_soon`) as in sysio, on one socket. `idle()` returns when there
+    is something to receive."""
 
     send: Call
     receive: Call
+    some: Some
+    soon: Callable[[Vector], int]
     idle: Callable[[], None]
 
 
 def data_path(sock: socket.socket) -> DataPath:
     poll = select.poll()
     poll.register(sock.fileno(), select.POLLIN)
+    fd, call = sock.fileno(), functools.partial
     if isinstance(sock, TlsSocket):
-        return DataPath(functools.partial(_send, sock), functools.partial(_receive, sock), lambda: _idle(sock, poll))
-    fd = sock.fileno()
-    return DataPath(functools.partial(sysio.send, fd), functools.partial(sysio.receive, fd), lambda: _wait(poll))
+        some = call(_some, sock)
+        return DataPath(call(_send, sock), call(_receive, sock), some, lambda _: 0, call(_idle, sock, poll))
+    some, soon = call(sysio.receive_some, fd), call(sysio.receive_soon, fd)
+    return DataPath(call(sysio.send, fd), call(sysio.receive, fd), some, soon, call(_wait, poll))
 
 
 def _wait(poll: select.poll) -> None:
@@ -81,9 +87,18 @@ def _receive(sock: TlsSocket, vector: Vector, check: Check) -> None:
             check()
 
 
+def _some(sock: TlsSocket, vector: Vector, check: Check) -> int:
+    view = _view(*_rows(vector)[0])
+    while not (got := sock.attempt(ssl.SSLSocket.recv_into, view, TICK_S)):
+        if got == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        check()
+    return got
+
+
 def _rows(vector: Vector) -> list[list[int]]:
-    """The ranges of a vector that nothing was done of yet."""
-    rows: list[list[int]] = vector.iov.tolist()
+    """What is left of a vector."""
+    rows: list[list[int]] = vector.iov[vector.row :].tolist()
     return rows
 
 
