@@ -37,7 +37,7 @@ def counted() -> Iterator[tuple[str, str]]:
 
 def test_every_counter_in_the_sources_has_a_place() -> None:
     found = set(counted())
-    assert ("tcp.py", "tcp_dials") in found, "the search sees what it looks for"
+    assert ("tcp_worker.py", "tcp_dials") in found, "the search sees what it looks for"
     assert not [(file, key) for file, key in found if metrics.place(key) is None]
 
 
