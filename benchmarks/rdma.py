@@ -52,8 +52,8 @@ class EnginePair:
     """An initiator here, a target in another process. That is forked at once (a new interpreter takes an emulated machine
     ten seconds), so make all pairs before the first `start`: engines have threads."""
 
-    def __init__(self, ours: tuple[str, ...], theirs: tuple[str, ...], blocks: int) -> None:
-        self._ours, self._blocks = ours, blocks
+    def __init__(self, ours: tuple[str, ...], theirs: tuple[str, ...], blocks: int, settings: dict[str, int]) -> None:
+        self._ours, self._blocks, self._settings = ours, blocks, settings
         self._pipe, far = mp.Pipe()
         arguments = (far, theirs, blocks * BLOCK_BYTES)
         self._process = mp.get_context("fork").Process(target=_target, args=arguments, daemon=True)
@@ -64,7 +64,7 @@ class EnginePair:
         if not self._pipe.poll(_START_S):
             raise SystemExit("the target's engine did not start")
         address, base = self._pipe.recv()
-        self.engine = TransferEngine(EngineConfig(transports=("rdma",), nics=self._ours))
+        self.engine = TransferEngine(EngineConfig(transports=("rdma",), nics=self._ours, **self._settings))  # type: ignore[arg-type]
         self.memory = np.ones(blocks * BLOCK_BYTES, np.uint8)
         at = self.engine.register_buffer(self.memory)
         segment = self.engine.open_segment(address)
@@ -155,11 +155,13 @@ def perftest(opcode: Opcode, ours: str, theirs: str, blocks: int) -> float:
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
-def measure(ours: tuple[str, ...], theirs: tuple[str, ...], mib: int, rounds: int) -> dict[str, Any]:
+def measure(
+    ours: tuple[str, ...], theirs: tuple[str, ...], mib: int, rounds: int, settings: dict[str, int]
+) -> dict[str, Any]:
     blocks = mib * MIB // BLOCK_BYTES
-    pairs = {"engine, 1 NIC": EnginePair(ours[:1], theirs[:1], blocks)}
+    pairs = {"engine, 1 NIC": EnginePair(ours[:1], theirs[:1], blocks, settings)}
     if len(ours) > 1:
-        pairs[f"engine, {len(ours)} NICs"] = EnginePair(ours, theirs, blocks)
+        pairs[f"engine, {len(ours)} NICs"] = EnginePair(ours, theirs, blocks, settings)
     speeds: dict[tuple[str, Opcode], list[float]] = {}
     for pair in pairs.values():
         pair.start()
@@ -179,7 +181,14 @@ def measure(ours: tuple[str, ...], theirs: tuple[str, ...], mib: int, rounds: in
     host = (
         f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}"
     )
-    return {"host": host, "block_bytes": BLOCK_BYTES, "bytes": blocks * BLOCK_BYTES, "rounds": rounds, "rows": rows}
+    return {
+        "host": host,
+        "block_bytes": BLOCK_BYTES,
+        "bytes": blocks * BLOCK_BYTES,
+        "rounds": rounds,
+        **settings,
+        "rows": rows,
+    }
 
 
 def _table(report: dict[str, Any]) -> str:
@@ -222,10 +231,14 @@ def main() -> int:
     parser.add_argument("--theirs", type=_names, default=("rxe_b0", "rxe_b1"), help="NICs of the target, a,b,...")
     parser.add_argument("--mib", type=int, default=32, help="payload per measurement")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slice-kib", type=int, help="the engine's rdma_slice_bytes, to find the best one")
+    parser.add_argument("--window-kib", type=int, help="the engine's rdma_window_bytes")
     options = parser.parse_args()
     if not options.here:
         return _in_vm(sys.argv[1:])
-    report = measure(options.ours, options.theirs, options.mib, options.rounds)
+    given = {"rdma_slice_bytes": options.slice_kib, "rdma_window_bytes": options.window_kib}
+    settings = {field: kib << 10 for field, kib in given.items() if kib}
+    report = measure(options.ours, options.theirs, options.mib, options.rounds, settings)
     print(json.dumps(report, indent=1) if options.json else _table(report))
     return 0
 
