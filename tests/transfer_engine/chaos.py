@@ -31,6 +31,8 @@ WAYS = ("tcp", "tcp-tls", "shm-mapped", "shm-cma")
 REGION = 2 << 20
 MARGIN_S = 2.0
 """More than the 0.5 s that the engine may take beyond a deadline, because test machines are busy."""
+BYSTANDER_S = 6.0
+"""A transfer of 64 KiB between two who have nothing to do with the victim; milliseconds where processors are free."""
 TOKEN = b"chaos"
 _OLD = np.random.default_rng(1).integers(0, 256, REGION, np.uint8)
 _NEW = _OLD ^ np.uint8(0x55)
@@ -135,8 +137,10 @@ class Bystander:
                 request = TransferRequest(Opcode.WRITE, self._at, self._segment, self._base, len(self._here))
                 self._engine.transfer_sync([request], 10.0)
                 took = time.monotonic() - began
-                if took > MARGIN_S or not (self._there == value).all():
-                    self.problem = f"took {took:.2f} s, or wrong bytes"
+                if took > BYSTANDER_S:
+                    self.problem = f"took {took:.2f} s"
+                if not (self._there == value).all():
+                    self.problem = "wrong bytes"
             except MooncakeError as error:
                 self.problem = repr(error)
             self.count += 1
@@ -149,7 +153,7 @@ class Bystander:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            until = time.monotonic() + MARGIN_S
+            until = time.monotonic() + BYSTANDER_S
             while self.count == self._began and time.monotonic() < until:
                 time.sleep(0.001)
             check(
