@@ -226,6 +226,7 @@ class _Scenario:
         local, remote = (self.there, survivor.memory) if plan.victim_initiates else (survivor.memory, self.there)
         self.sink, self.source = (remote, local) if plan.opcode is Opcode.WRITE else (local, remote)
         self.thawed = False
+        self.deadline_s = 15.0  # of the untouched transfer before
         self.over = threading.Event()
 
     def _victim(self, port: int) -> tuple[Victim, int, np.ndarray]:
@@ -256,6 +257,7 @@ class _Scenario:
                     status = self._transfer(self._counting())
                     check(status is not None and status.ok, f"untouched, but {status}")
                     self._fill()
+                self.deadline_s = self.plan.deadline_s
                 status = self._transfer(self._armed())
                 self._judge(status)
                 self._afterwards()
@@ -310,7 +312,7 @@ class _Scenario:
             self.victim.call("arm", *arm)
         try:
             segment = engine.open_segment(
-                self.victim.address, instance_id=self.victim.instance_id, timeout_s=plan.deadline_s
+                self.victim.address, instance_id=self.victim.instance_id, timeout_s=self.deadline_s
             )
         except MooncakeError as error:
             return TransferStatus(TransferState.FAILED, 0, error)
@@ -319,9 +321,9 @@ class _Scenario:
         ]
         batch = engine.allocate_batch_id(len(requests))
         self.began = time.monotonic()
-        engine.submit_transfer(batch, requests, deadline_s=plan.deadline_s)
+        engine.submit_transfer(batch, requests, deadline_s=self.deadline_s)
         while not (status := engine.wait(batch, 0.0005)).state.terminal:
-            check(time.monotonic() < self.began + plan.deadline_s + MARGIN_S, f"hangs past its deadline: {status}")
+            check(time.monotonic() < self.began + self.deadline_s + MARGIN_S, f"hangs past its deadline: {status}")
             self._meddle(arm)
         engine.free_batch_id(batch)
         engine.close_segment(segment)
@@ -332,10 +334,10 @@ class _Scenario:
         rows: Rows = [(self.base + at, self.survivor.at + at, size) for at, size in plan.rows]
         victim = self.victim
         try:
-            victim.send("submit", plan.opcode, engine.address, engine.instance_id, rows, plan.deadline_s, arm)
+            victim.send("submit", plan.opcode, engine.address, engine.instance_id, rows, self.deadline_s, arm)
             self._await(arm)
             victim.receive()
-            victim.send("result", plan.deadline_s + MARGIN_S)
+            victim.send("result", self.deadline_s + MARGIN_S)
             self._await(arm)
             status: TransferStatus = victim.receive()
         except EOFError:
@@ -347,7 +349,7 @@ class _Scenario:
 
     def _await(self, arm: tuple[Any, ...] | None) -> None:
         """Until the victim has answered or died; a victim stopped for good is as good as dead."""
-        until = time.monotonic() + self.plan.deadline_s + 2 * MARGIN_S
+        until = time.monotonic() + self.deadline_s + 2 * MARGIN_S
         while not self.victim.answered(0.0005):
             self._meddle(arm)
             if self.plan.event == "stop" and self.victim.state() == "T" and time.monotonic() > self.began + 0.3:
@@ -382,7 +384,7 @@ class _Scenario:
         hit = status is None or not status.ok or self.thawed or self.victim.state() in ("", "T")
         self.chaos.fired += hit
         self.chaos.outcomes[f"{plan.event}: {'gone' if status is None else status.state.value}"] += 1
-        check(took < plan.deadline_s + 2 * MARGIN_S, f"took {took:.2f} s")
+        check(took < self.deadline_s + 2 * MARGIN_S, f"took {took:.2f} s")
         self._bytes(status)
         if status is not None and not status.ok:
             check(isinstance(status.error, MooncakeError), f"untyped: {status.error!r}")
