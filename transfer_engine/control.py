@@ -157,7 +157,8 @@ class Control:
 
         def wait() -> None:
             try:
-                code = 0 if done(min(timeout_s, 10.0) if timeout_s > 0 else 0.0) else protocol.error_code(TransferTimeout())
+                within = min(timeout_s, 10.0) if timeout_s > 0 else 0.0  # NaN is none
+                code = 0 if done(within) else protocol.error_code(TransferTimeout())
             finally:
                 self._waiters.release()
             link.reply(message_id, Reply(code=code, text="still in use" if code else ""))

@@ -95,8 +95,8 @@ def _available_bytes() -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ["shm-mapped", "tcp"])
 def test_five_gibibytes_in_one_request(way: str) -> None:
-    if _available_bytes() < 14 << 30:
-        pytest.skip("needs 14 GiB of available memory")
+    if _available_bytes() < 8 << 30:
+        pytest.skip("needs 8 GiB of available memory")
     with Zygote(preload=False) as zygote, TransferEngine(config(way, stall_timeout_s=20.0)) as engine:
         target = zygote.fork(config(way, stall_timeout_s=20.0), _Big)
         try:
