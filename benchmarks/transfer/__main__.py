@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ways", default=",".join(_WAYS), help=f"which rows, separated by commas: {', '.join(_WAYS)}")
     parser.add_argument("--rounds", type=int, default=3, help="turns that everybody takes at each cell")
     parser.add_argument("--seconds", type=float, default=0.25, help="measured time per turn and cell")
+    parser.add_argument(
+        "--at-most", type=float, default=240.0, help="seconds after which no further round begins or goes on"
+    )
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="leave out blocks above this many bytes")
     return parser.parse_args()
 
@@ -58,10 +63,10 @@ def main() -> None:
     needed = _needed_bytes(ways, sizes[-1])
     if needed > _available_bytes():
         raise SystemExit(f"needs {needed >> 30} GiB of free memory: take fewer --ways, or --largest {sizes[-1] >> 4}")
-    before = _load()
+    before, until = _load(), time.monotonic() + options.at_most
     contest = Contest(list(rivals.ALL), ways, sizes)
     try:
-        rows = contest.run(options.rounds, options.seconds)
+        rows = contest.run(options.rounds, options.seconds, until)
     finally:
         contest.close()
     host = (
@@ -78,8 +83,6 @@ def main() -> None:
 
 
 def _cores() -> set[int]:
-    import os
-
     return os.sched_getaffinity(0)
 
 

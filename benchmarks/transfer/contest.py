@@ -7,6 +7,7 @@ of the machine hit all alike; a cell's value is the median of its rounds' median
 from __future__ import annotations
 
 import statistics
+import time
 from typing import Any, NamedTuple
 
 from benchmarks.transfer.rivals import Missing, Pair, Rival
@@ -50,13 +51,15 @@ class Contest:
             self.missing |= dict.fromkeys(ways, str(error))
             pair.close()
 
-    def run(self, rounds: int, seconds: float) -> list[dict[str, Any]]:
-        """One row per cell."""
+    def run(self, rounds: int, seconds: float, until: float) -> list[dict[str, Any]]:
+        """One row per cell. Rounds after the first end at `until` (monotonic): the machine may be slow."""
         turns: dict[Cell, list[dict[str, float]]] = {}
         plan = [(LATENCY_BYTES, 1), *((size, BLOCKS) for size in self._sizes)]
-        for _ in range(rounds):
+        for done in range(rounds):
             for size, count in plan:
                 for op in OPS:
+                    if done and time.monotonic() > until:
+                        break
                     for pair, ways in list(self._pairs):
                         self._turn(pair, ways, op, size, count, seconds, turns)
         return [_row(cell, results) for cell, results in turns.items()]
