@@ -22,14 +22,15 @@ class FenceTable:
     def __init__(self, capacity: int, ttl_s: float) -> None:
         self._capacity = capacity
         self._ttl_s = ttl_s
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # this one is entered, not the condition: threads.py
+        self._changed = threading.Condition(self._lock)
         self._until: OrderedDict[Key, float] = OrderedDict()
         self._active: Counter[Key] = Counter()
 
     def add(self, key: Key) -> None:
         """Fence it; renews its time. Raises Overloaded when full of live fences (forgetting one early would be unsafe)."""
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             while self._until and next(iter(self._until.values())) <= now:
                 self._until.popitem(last=False)
             if key not in self._until and len(self._until) >= self._capacity:
@@ -45,7 +46,7 @@ class FenceTable:
         """A frame is about to be placed. False: fenced, do not. Pair with `leave`."""
         if key[1] == 0:
             return True
-        with self._changed:
+        with self._lock:
             if key in self:
                 return False
             self._active[key] += 1
@@ -54,7 +55,7 @@ class FenceTable:
     def leave(self, key: Key) -> None:
         if key[1] == 0:
             return
-        with self._changed:
+        with self._lock:
             self._active[key] -= 1
             if self._active[key] <= 0:
                 del self._active[key]
@@ -62,7 +63,7 @@ class FenceTable:
 
     def wait_clear(self, key: Key, timeout_s: float) -> bool:
         """True once no frame of the group is being placed. Call after `add`."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: not self._placing(key), timeout_s)
 
     def _placing(self, key: Key) -> bool:
@@ -70,7 +71,7 @@ class FenceTable:
 
     def groups_of(self, instance_id: str) -> list[int]:
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             return [
                 group
                 for (instance, group), until in self._until.items()

@@ -85,7 +85,8 @@ class Lane:
         self.name = name
         self._max_workers = max_workers
         self._body = body
-        self._ready = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # this one is entered, not the condition: threads.py
+        self._ready = threading.Condition(self._lock)
         self._heap: list[tuple[int, int, Job]] = []
         self._order = itertools.count()
         self._threads: set[threading.Thread] = set()
@@ -95,7 +96,7 @@ class Lane:
     def push(self, job: Job, slices: int) -> bool:
         """Queue a job that was cut into `slices`. False when the lane is closed."""
         problem = None
-        with self._ready:
+        with self._lock:
             if self.closed:
                 return False
             heapq.heappush(self._heap, (-job.submission.priority, next(self._order), job))
@@ -120,7 +121,7 @@ class Lane:
     @property
     def queued(self) -> int:
         """Slices that no worker has taken."""
-        with self._ready:
+        with self._lock:
             return sum(job.left for _, _, job in self._heap)
 
     def _start(self) -> None:
@@ -130,7 +131,7 @@ class Lane:
         try:
             self._body(self)
         finally:
-            with self._ready:
+            with self._lock:
                 self._threads.discard(threading.current_thread())
                 if self._heap and not self.closed and not self._threads:
                     with contextlib.suppress(Overloaded):  # the next push tries again; deadlines hold meanwhile
@@ -151,7 +152,7 @@ class Lane:
                 return None
             now = time.monotonic()
             deadline = deadline or now + timeout_s
-            with self._ready:
+            with self._lock:
                 if self.closed or now >= deadline:
                     return None
                 if not self._heap:
@@ -160,30 +161,30 @@ class Lane:
                         self._waiting = max(0, self._waiting - 1)
 
     def _head(self) -> Job | None:
-        with self._ready:
+        with self._lock:
             return self._heap[0][2] if self._heap else None
 
     def _drop(self, job: Job) -> None:
-        with self._ready:
+        with self._lock:
             if self._heap and self._heap[0][2] is job:
                 heapq.heappop(self._heap)
 
     def drain(self) -> list[Job]:
         """Take all queued jobs out."""
-        with self._ready:
+        with self._lock:
             jobs = [job for _, _, job in self._heap]
             self._heap.clear()
         return jobs
 
     def close(self) -> None:
-        with self._ready:
+        with self._lock:
             self.closed = True
             self._waiting = 0
             self._ready.notify_all()
 
     def join(self, deadline: float) -> bool:
         """False when a worker still runs at the deadline."""
-        with self._ready:
+        with self._lock:
             threads = list(self._threads)
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -104,7 +104,7 @@ class RegionTable:
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self._capacity = capacity
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # this one is entered, not the condition: threads.py
         self._changed = threading.Condition(self._lock)
         self._regions: dict[int, Region] = {}
         self._leaving: set[Region] = set()
@@ -117,7 +117,7 @@ class RegionTable:
         """Register; the same range again only counts up. Raises RegionOverlap, ValueError (empty, wraps), NotRegistered (closing)."""
         if region.length <= 0 or region.address <= 0 or region.end >= 1 << 64:
             raise ValueError(f"not a memory range: address {region.address:#x}, length {region.length}")
-        with self._changed:
+        with self._lock:
             known = self._regions.get(region.address)
             if known is not None and known.length == region.length:
                 if known.closing:
@@ -139,7 +139,7 @@ class RegionTable:
 
     def reject_overlap(self, region: Region) -> None:
         """Raises RegionOverlap when another range shares bytes with this one."""
-        with self._changed:
+        with self._lock:
             self._reject_overlap(region)
 
     def _reject_overlap(self, region: Region) -> None:
@@ -153,7 +153,7 @@ class RegionTable:
 
     def drop_reference(self, address: int) -> Region | None:
         """Count down. Returns the region, now closing (no new use), when it was the last one; else None. Raises NotRegistered."""
-        with self._changed:
+        with self._lock:
             region = self._regions.get(address)
             if region is None:
                 raise NotRegistered(f"no region starts at {address:#x}")
@@ -166,13 +166,13 @@ class RegionTable:
 
     def wait_unused(self, region: Region, timeout_s: float) -> None:
         """Raises TransferTimeout while somebody still uses it."""
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(lambda: region.uses == 0, timeout_s):
                 raise TransferTimeout(f"region {region.address:#x} is still in use after {timeout_s} s")
 
     def remove(self, region: Region) -> None:
         """Take a closing region out for good. Idempotent."""
-        with self._changed:
+        with self._lock:
             if self._regions.get(region.address) is region:
                 del self._regions[region.address]
                 self._rebuild()
@@ -196,7 +196,7 @@ class RegionTable:
         return self._hold(tuple(regions[row] for row in wanted), rows, regions)
 
     def _hold(self, held: tuple[Region, ...], rows: Index, table: tuple[Region, ...]) -> Hold:
-        with self._changed:
+        with self._lock:
             for region in held:
                 if region.closing:
                     raise NotRegistered(f"region {region.address:#x} is being unregistered")
@@ -205,7 +205,7 @@ class RegionTable:
         return Hold(held, rows, table)
 
     def release(self, hold: Hold) -> None:
-        with self._changed:
+        with self._lock:
             free = False
             for region in hold.regions:
                 region.uses -= 1
@@ -261,7 +261,7 @@ class RegionTable:
 
     def replace(self, fresh: Iterable[Region], version: int, keep: Callable[[Region, Region], bool]) -> list[Region]:
         """Make the table equal to `fresh`, keeping the known object of a range where `keep(old, new)`. Returns what left it."""
-        with self._changed:
+        with self._lock:
             old, self._regions = self._regions, {}
             for region in fresh:
                 known = old.get(region.address)
@@ -280,7 +280,7 @@ class RegionTable:
     def revoke(self, address: int, length: int, timeout_s: float, version: int = 0) -> bool:
         """Drop every region within the range (length 0: all); True once none of them is in use."""
         stop = address + length if length else 1 << 64
-        with self._changed:
+        with self._lock:
             for region in [r for r in self._regions.values() if address <= r.address < stop]:
                 region.closing = True
                 del self._regions[region.address]
@@ -293,11 +293,11 @@ class RegionTable:
             return done
 
     def regions(self) -> list[Region]:
-        with self._changed:
+        with self._lock:
             return list(self._regions.values())
 
     def clear(self) -> None:
-        with self._changed:
+        with self._lock:
             self._regions.clear()
             self._leaving.clear()
             self._rebuild()

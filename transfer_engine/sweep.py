@@ -18,7 +18,8 @@ class Sweeper:
 
     def __init__(self, name: str, sweep: Callable[[float], float | None]) -> None:
         self._sweep = sweep
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # this one is entered, not the condition: threads.py
+        self._changed = threading.Condition(self._lock)
         self._next: float | None = None
         self._closed = False
         self._thread = threads.start(name, self._run)
@@ -27,14 +28,14 @@ class Sweeper:
         """A new deadline exists."""
         if self._next is not None and self._next <= deadline:
             return
-        with self._changed:
+        with self._lock:
             if self._next is None or deadline < self._next:
                 self._next = deadline
                 self._changed.notify()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if self._closed:
                     return
                 if self._next is None:
@@ -48,13 +49,13 @@ class Sweeper:
                     continue
                 self._next = now + 3600.0  # a deadline that comes in meanwhile lowers it
             following = self._sweep(now)
-            with self._changed:
+            with self._lock:
                 expected = self._next if self._next < now + 3600.0 else None
                 candidates = [when for when in (following, expected) if when is not None]
                 self._next = min(candidates) if candidates else None
 
     def close(self, timeout_s: float) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify()
         self._thread.join(timeout_s)

@@ -1,6 +1,9 @@
 """Starting threads where the system may have none left.
 
 Knows: daemon threads, and that a refused one is Overloaded, like any other bound that is reached. Does not know: what they do.
+
+A rule for all locks here: application threads are interrupted (KeyboardInterrupt). `with` on a Condition runs Python code between
+taking the lock and the block, where an interrupt would leave it locked for ever; so the Condition's lock is entered instead.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ class Pool:
     def __init__(self, limit: int, length: int) -> None:
         self._limit = limit
         self._length = length
-        self._ready = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # this one is entered, not the condition: threads.py
+        self._ready = threading.Condition(self._lock)
         self._free: list[Buffer] = []
         self._made = 0
         self._closed = False
@@ -106,7 +107,7 @@ class Pool:
     def take(self, driver: CudaDriver, device: int, check: Callable[[], None]) -> Buffer:
         """A buffer, new (near `device`) or used before. While there is none, `check` is called and may raise. Raises
         DeviceError, TransferError (closed)."""
-        with self._ready:
+        with self._lock:
             self.waits += not self._free and self._made >= self._limit
             while not self._free and self._made >= self._limit and not self._closed:
                 self._ready.wait(_TICK_S)
@@ -125,7 +126,7 @@ class Pool:
 
     def give(self, buffer: Buffer) -> None:
         sound = buffer.settle()
-        with self._ready:
+        with self._lock:
             if sound and self._keep and not self._closed:
                 self._free.append(buffer)
                 self._ready.notify()
@@ -134,13 +135,13 @@ class Pool:
         self._forget(1)
 
     def _forget(self, count: int) -> None:
-        with self._ready:
+        with self._lock:
             self._made -= count
             self._ready.notify(count)
 
     def trim(self) -> None:
         """Free what is not in use now; what is in use is freed when it comes back, unless a new one was made meanwhile."""
-        with self._ready:
+        with self._lock:
             self._keep = False
             idle, self._free = self._free, []
         for buffer in idle:
