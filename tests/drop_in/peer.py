@@ -6,7 +6,9 @@ import contextlib
 import multiprocessing as mp
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,14 @@ class Peer:
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+
+    def freeze(self) -> None:
+        """SIGSTOP, and wait until every thread has stopped: the signal alone leaves some of them a moment."""
+        self.signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        for stat in Path(f"/proc/{self.process.pid}/task").glob("*/stat"):
+            while stat.read_text().rpartition(") ")[2][0] != "T" and time.monotonic() < deadline:
+                time.sleep(0.001)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

@@ -45,7 +45,7 @@ def _at_once(count: int, call: Callable[[], int]) -> tuple[list[int], float]:
 def test_a_peer_that_never_answers_costs_its_time_once(tcp_only: None, here: Here, make_peer: MakePeer) -> None:
     peer = make_peer()
     base = peer.call("allocate", MIB)
-    peer.signal(signal.SIGSTOP)  # the kernel still accepts connections for it
+    peer.freeze()  # the kernel still accepts connections for it
     results, took = _at_once(10, lambda: here.engine.transfer_sync_write(peer.name, here.at, base, 10))
     assert results == [-1] * 10
     assert took < 5.0, "one thread dials, the others wait for what it finds"
@@ -61,7 +61,7 @@ def test_a_peer_that_freezes_in_use(tcp_only: None, here: Here, make_peer: MakeP
     peer = make_peer()
     base = peer.call("allocate", MIB)
     assert here.engine.transfer_sync_write(peer.name, here.at, base, 10) == 0
-    peer.signal(signal.SIGSTOP)
+    peer.freeze()
     moved: list[int] = []
     waiter = threading.Thread(
         target=lambda: moved.append(here.engine.transfer_sync_write(peer.name, here.at, base, MIB))
@@ -90,7 +90,7 @@ def test_a_transfer_that_its_time_runs_out_for(
     peer = make_peer()
     base = peer.call("allocate", 8 * MIB)
     assert here.engine.transfer_sync_write(peer.name, here.at, base, 10) == 0
-    peer.signal(signal.SIGSTOP)
+    peer.freeze()
     monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "1")
     ident = here.engine.transfer_submit_write(peer.name, here.at, base, 8 * MIB)
     while (state := here.engine.transfer_check_status(ident)) == 0:
@@ -209,7 +209,7 @@ def test_memory_that_a_frozen_peer_reaches_stays_closed_until_it_lets_go(here: H
     there = peer.call("allocate", 4096)
     name = f"127.0.0.1:{here.engine.get_rpc_port()}"
     assert peer.do("transfer_sync_write", name, there, here.at, 4096) == 0
-    peer.signal(signal.SIGSTOP)
+    peer.freeze()
     assert here.engine.unregister_memory(here.at) == -1
     assert here.engine.register_memory(here.at, len(here.array)) < 0, "not as if nothing had happened"
     peer.signal(signal.SIGCONT)
