@@ -46,6 +46,7 @@ class Contest:
         try:
             for way in ways:
                 _check(pair, way)
+            pair.pause()
             self._pairs.append((pair, ways))
         except Missing as error:
             self.missing |= dict.fromkeys(ways, str(error))
@@ -74,6 +75,7 @@ class Contest:
         seconds: float,
         turns: dict[Cell, list[dict[str, float]]],
     ) -> None:
+        pair.resume()
         for way in ways:
             try:
                 result = pair.ask(pair.initiator, do="measure", way=way, op=op, size=size, count=count, seconds=seconds)
@@ -83,6 +85,7 @@ class Contest:
                 pair.close()
                 return
             turns.setdefault(Cell(way, op, size, count), []).append(result)
+        pair.pause()
 
     def close(self) -> None:
         for pair, _ in self._pairs:

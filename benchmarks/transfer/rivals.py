@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -122,11 +123,23 @@ class Pair:
             raise Missing(f"{self.rival.name}: it has ended: {self._complaint()}") from error
         return self._read(process)
 
+    def pause(self) -> None:
+        """Stand still while others have their turn: some poll all the time."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
     def _complaint(self) -> str:
         self._complaints.seek(0)
         return (self._complaints.read().strip().splitlines() or ["it said nothing"])[-1][-300:]
 
     def close(self) -> None:
+        self.resume()
         for process in self._processes:
             if process.stdin is not None:
                 process.stdin.close()
