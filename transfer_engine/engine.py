@@ -335,6 +335,7 @@ class TransferEngine:
         except BaseException:
             for submission in list(batch.submissions):
                 submission.abort(TransferState.CANCELLED, TransferCancelled("the caller was interrupted"), 0.0)
+                submission.open()  # it may have been interrupted before that
             raise
         status = batch.status()
         status.raise_for_error()
