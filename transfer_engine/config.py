@@ -5,6 +5,8 @@ Knows: defaults, limits and how to reject nonsense. Does not know: what the part
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from mooncake.common.errors import ConfigError
@@ -48,20 +50,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Let every process of this user attach to us where Yama's ptrace_scope is 1 (PR_SET_PTRACER_ANY), so that
     cross-memory attach works there."""
 
-    streams_per_peer: int = 2
-    """Parallel TCP data connections (and threads) per peer."""
+    streams_per_peer: int = msgspec.field(default_factory=lambda: max(1, min(4, len(os.sched_getaffinity(0)) // 2)))
+    """Parallel TCP data connections (and threads) per peer; default: one for two cores, 1 to 4. A stream keeps a core busy at
+    either end: on two cores, two of them only take turns."""
     copy_threads: int = 2
     """Threads that run local and shm copies."""
-    slice_bytes: int = 4 << 20
+    slice_bytes: int = 8 << 20
     """Largest slice: the unit of scheduling, of a TCP frame, and of cancelling."""
-    slice_min_bytes: int = 256 << 10
+    slice_min_bytes: int = 1 << 20
     """A job is not cut into slices smaller than this."""
     staging_buffers: int = 8
     """Pinned host buffers of `slice_bytes` in each direction, for GPU memory that no NIC reaches; none is made without such memory."""
     cuda_driver: str = "libcuda.so.1"
     """Library with the CUDA driver API: a name that the loader finds, or a path. Loaded only when GPU memory is registered."""
     socket_buffer_bytes: int = 0
-    """SO_SNDBUF and SO_RCVBUF of data connections; 0: 256 KiB to a peer on this host (fits the processor's cache), 4 MiB to others."""
+    """SO_SNDBUF and SO_RCVBUF of data connections; 0: 1 MiB to a peer on this host (fits the processor's cache), 4 MiB to others."""
 
     max_peers: int = 256
     """Open outgoing sessions."""

@@ -20,7 +20,7 @@ from transfer_engine import EngineConfig, Opcode, SegmentHandle, TransferRequest
 
 PROCESSES = 8
 SLOT = 64 << 10
-STREAMS = 3
+STREAMS = EngineConfig().streams_per_peer + 1
 """To one peer: streams_per_peer and the one that the submitting thread uses itself."""
 
 

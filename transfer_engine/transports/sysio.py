@@ -57,7 +57,7 @@ def allow_any_ptracer() -> None:
     _prctl(0x59616D61, (1 << 64) - 1, 0, 0, 0)
 
 
-_NEAR_BUFFER_BYTES, _FAR_BUFFER_BYTES = 256 << 10, 4 << 20
+_NEAR_BUFFER_BYTES, _FAR_BUFFER_BYTES = 1 << 20, 4 << 20
 """To a peer on this host, what is under way should stay in the processor's cache: with more, every byte goes to main memory and
 back. To others, it must fill the network's bandwidth times its delay."""
 
