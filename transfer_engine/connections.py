@@ -134,16 +134,15 @@ class Connections:
         assert isinstance(record, PeerRecord)
         session = self.get(record.identity.instance_id)
         if session is not None and session.link is link:
-            # Revocations came over it: what we know of the peer's regions is worth nothing now.
-            session.regions_known = False
-            session.regions.revoke(0, 0, 0.0)
+            session.void_regions()
+        served = list(record.streams.items())  # before the look at the links: one that comes now has none among them
         record.links.discard(link)
         record.tidy()
-        if not record.links:
-            # Nobody could tell us any more to end what it opened past our fences.
-            for stream in list(record.streams.values()):
-                if stream.one_sided:
-                    stream.stop(0.0)
+        for stream_id, stream in served:
+            # The peer gives up what it opened over a link with that link; and with the last one nobody could tell us any more
+            # to end what passes our fences.
+            if stream.one_sided and (stream_id in link.opened or not record.links):
+                stream.stop(0.0)
 
     def link_to(self, record: PeerRecord, deadline: float) -> Link:
         """Any live link with that instance, dialled if need be."""

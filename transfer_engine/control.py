@@ -103,9 +103,10 @@ class Control:
                 )
             case StreamClose(stream_id, timeout_s):
                 stream = record.streams.get(stream_id)
+                link.opened.discard(stream_id)
                 self._later(link, message_id, timeout_s, lambda t: stream is None or stream.stop(t))
             case ConnectEndpoint(offer):
-                link.reply(message_id, self._connect(record, offer))
+                link.reply(message_id, self._connect(link, record, offer))
             case Goodbye():
                 record.said_goodbye = True
                 link.reply(message_id, Reply())
@@ -130,11 +131,12 @@ class Control:
                 ),
             )
 
-    def _connect(self, record: PeerRecord, offer: EndpointOffer) -> Reply:
+    def _connect(self, link: Link, record: PeerRecord, offer: EndpointOffer) -> Reply:
         try:
             mine = self._engine.accept_endpoint(record, offer)
         except MooncakeError as error:
             return Reply(code=protocol.error_code(error), text=str(error))
+        link.opened.add(offer.stream_id)
         return Reply(endpoint=mine, fenced=self._engine.incoming.groups_of(record.identity.instance_id))
 
     def _deliver(self, record: PeerRecord, payload: bytes) -> Reply:

@@ -115,8 +115,7 @@ class TransferEngine:
             self._keyed = next((t for t in self._transports if isinstance(t, KeyedTransport)), None)
             self._registration.keyed = self._keyed
             self._router = self._work.router = Router(self, self._transports, self._control)
-            tcp = next((t for t in self._transports if isinstance(t, TcpTransport)), None)
-            self._express = Express(self._segments, self.memory, self.devices, self._router, tcp, self.counters)
+            self._express = Express(self._segments, self.memory, self.devices, self._router, self.counters)
             self._listener.start(self.identity, self._serve)
             undo.pop_all()
 

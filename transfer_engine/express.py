@@ -1,8 +1,8 @@
-"""One small request that its caller waits for: a round trip on the caller's thread, without a submission.
+"""One small request that its caller waits for: a copy or a round trip on the caller's thread, without a submission.
 
-Knows: when that is the same as the long way, only shorter: one request without group or notification, to a peer that nothing
-but tcp reaches, while nothing queues for it. Does not know: frames, what a lost connection means (tcp). Whatever is unusual
-is left to the long way, which also finds the words for what is wrong.
+Knows: when that is the same as the long way, only shorter: one request without group or notification, to a peer whose memory
+this process reaches by itself, or that nothing but tcp reaches while nothing queues for it. Does not know: frames, what a lost
+connection means (tcp). Whatever is unusual is left to the long way, which also finds the words for what is wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transfer_engine.memory import RegionTable
 from transfer_engine.router import Router
 from transfer_engine.segment import Session
 from transfer_engine.transports.base import Stats
-from transfer_engine.transports.tcp import TcpTransport
+from transfer_engine.transports.copying import CopyTransport
 from transfer_engine.types import Opcode, SegmentHandle, TransferRequest, TransferStatus, TransferVector
 
 _MAX_BYTES = 64 << 10
@@ -32,30 +32,29 @@ class Express:
         memory: RegionTable,
         devices: DeviceMemory,
         router: Router,
-        tcp: TcpTransport | None,
         counters: Stats,
     ) -> None:
         self._segments = segments
         self._memory = memory
         self._devices = devices
         self._router = router
-        self._tcp = tcp
         self._counters = counters
 
     def move(self, requests: Sequence[TransferRequest] | TransferVector, deadline: float) -> TransferStatus | None:
         """The status of success, or None: take the long way (from the start). Raises what made it fail, and InvalidHandle."""
-        request = _single(requests) if self._tcp is not None and not self._devices.active else None
-        if request is None or self._tcp is None:
+        request = _single(requests) if not self._devices.active else None
+        if request is None:
             return None
         opcode, source, target, offset, length = request
         session = self._segments.get(target)
-        if not (session.only_tcp or self._router.only_tcp(session)) or session.down is not None:
+        way = self._router.short_way(session)
+        if way is None or session.down is not None or (isinstance(way, CopyTransport) and not session.lists_regions):
             return None
         region = self._memory.hold_one(source, length)
         if region is None:
             return None
         try:
-            return self._tcp.exchange(session, opcode, source, offset, length, deadline)
+            return way.exchange(session, opcode, source, offset, length, deadline)
         except MooncakeError:
             self._counters.add(transfers_failed=1, transfer_requests=1)
             raise

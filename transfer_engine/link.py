@@ -14,7 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from mooncake.common.errors import MooncakeError, Overloaded, PeerUnavailable, ProtocolViolation, TransferTimeout
+from mooncake.common.errors import (
+    LinkLost,
+    MooncakeError,
+    Overloaded,
+    PeerUnavailable,
+    ProtocolViolation,
+    TransferTimeout,
+)
 from transfer_engine import protocol, sockets, threads
 from transfer_engine.protocol import Reply, Request
 from transfer_engine.tls import TlsSocket
@@ -48,6 +55,8 @@ class Link:
         self._pending: dict[int, tuple[float, Done]] = {}
         self.alive = True
         self.context: object = None
+        self.opened: set[str] = set()
+        """Stream ids of the endpoints that the peer opened over it; they end with it."""
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -89,7 +98,7 @@ class Link:
         return got
 
     def request(self, message: Request, deadline: float) -> Reply:
-        """Ask and wait. Raises PeerUnavailable, TransferTimeout, or the error that the peer answered."""
+        """Ask and wait. Raises PeerUnavailable (LinkLost when the connection broke), TransferTimeout, or the error that the peer answered."""
         waiter = threading.Lock()
         waiter.acquire()
         answer: list[Reply | MooncakeError] = []
@@ -115,9 +124,8 @@ class Link:
                 self._pending[message_id] = (deadline, done)
                 problem = None
             else:
-                problem = PeerUnavailable(
-                    f"{self._name}: connection is closed" if not self.alive else f"{self._name}: too many open requests"
-                )
+                full = PeerUnavailable(f"{self._name}: too many open requests")
+                problem = full if self.alive else LinkLost(f"{self._name}: connection is closed")
         if problem is not None:
             done(problem)
             return message_id
@@ -149,7 +157,7 @@ class Link:
                         raise TransferTimeout(f"{self._name}: the peer does not read") from None
         except OSError as error:
             self.close()
-            raise PeerUnavailable(f"{self._name}: {error}") from error
+            raise LinkLost(f"{self._name}: {error}") from error
         finally:
             self._send_lock.release()
 
@@ -171,6 +179,18 @@ class Link:
         except (OSError, ValueError):
             return False
 
+    @property
+    def broken(self) -> bool:
+        """Whether it has ended, even if the reader has not seen that yet: the peer hangs up before it ends what it served."""
+        if not self.alive:
+            return True
+        try:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLRDHUP)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):
+            return True
+
     def expire(self, now: float) -> None:
         """End requests whose deadline is over."""
         if not self._pending:
@@ -189,7 +209,7 @@ class Link:
             pending, self._pending = list(self._pending.values()), {}
         sockets.shut(self._sock)
         for _, done in pending:
-            done(PeerUnavailable(f"{self._name}: connection lost"))
+            done(LinkLost(f"{self._name}: connection lost"))
 
 
 def unwrap(answer: Reply | MooncakeError) -> Reply:

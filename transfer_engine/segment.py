@@ -11,13 +11,17 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from mooncake.common.errors import MooncakeError, Overloaded, PeerUnavailable
+from mooncake.common.errors import LinkLost, MooncakeError, Overloaded, PeerUnavailable, TransferTimeout
 from transfer_engine import host, threads
 from transfer_engine.config import EngineConfig
 from transfer_engine.handshake import Identity
 from transfer_engine.link import Link
 from transfer_engine.memory import RegionTable
 from transfer_engine.protocol import NicInfo, RegionInfo, Reply, Request
+
+_FAIR_DIAL_S = 0.5
+"""Who did not answer a dial for so long is not tried for a while; a shorter wait was the asker's own haste."""
+_DIAL_EVERY_S = 0.01
 
 
 class Served(Protocol):
@@ -126,7 +130,8 @@ class Session:
         self.regions_known = False
         self.nics: list[NicInfo] = []
         self.cross_copy_ok: bool | None = None
-        self.only_tcp: bool | None = None
+        self.short_way: tuple[object] | None = None
+        """What `Router.short_way` said, once it was asked."""
         self.handles = 0
         self._config = config
         self._dial = dial
@@ -134,6 +139,28 @@ class Session:
         self.link: Link | None = None
         self._rest_until = 0.0
         self._down: MooncakeError | None = None
+        self._dialled_at = 0.0
+        self._table = threading.Lock()
+        self._cuts = 0
+
+    @property
+    def cuts(self) -> int:
+        """How often the copy of its region table became void with the link. The same number before and after says that what
+        was found in between is not of a cut."""
+        with self._table:
+            return self._cuts
+
+    def void_regions(self) -> None:
+        """The link is lost, and revocations would have come over it: what we know of the regions is worth nothing now."""
+        with self._table:
+            self._cuts += 1
+            self.regions_known = False
+            self.regions.revoke(0, 0, 0.0)
+
+    @property
+    def lists_regions(self) -> bool:
+        """Whether the copy of its region table is kept up to date: revocations come over the link."""
+        return self.regions_known and self.link is not None and self.link.alive
 
     @property
     def down(self) -> MooncakeError | None:
@@ -163,27 +190,46 @@ class Session:
             problem = self.down
             if problem is not None:
                 raise problem
-            try:
-                self.link = self._dial(self, min(deadline, time.monotonic() + self._config.connect_timeout_s))
-            except MooncakeError as error:
-                self.rest(error)
-                raise
+            if self.link is not None:
+                self.void_regions()
+            self.link = self._dial_once(deadline)
             self._down = None
             return self.link
         finally:
             self._lock.release()
 
+    def _dial_once(self, deadline: float) -> Link:
+        """A peer that hangs up on every link is not dialled in a tight loop."""
+        now = time.monotonic()
+        pause_s = min(self._dialled_at + _DIAL_EVERY_S, deadline) - now
+        if pause_s > 0:
+            time.sleep(pause_s)
+        self._dialled_at = began = time.monotonic()
+        try:
+            return self._dial(self, min(deadline, began + self._config.connect_timeout_s))
+        except MooncakeError as error:
+            if not isinstance(error, TransferTimeout) or time.monotonic() - began >= _FAIR_DIAL_S:
+                self.rest(error)
+            raise
+
 
 def ask_soon(
-    session: Session, message: Request, deadline: float, answered: Callable[[Reply | MooncakeError], None]
+    session: Session,
+    message: Request,
+    deadline: float,
+    answered: Callable[[Reply | MooncakeError], None],
+    using: Callable[[Link], None] = lambda _: None,
 ) -> None:
-    """Ask a peer without blocking this thread: at once when the link is up and takes it, else from a short-lived thread."""
+    """Ask a peer without blocking this thread: at once when the link is up and takes it, else from a short-lived thread.
+    `using` is told the link before it is asked."""
 
     def send() -> None:
         try:
-            session.ensure_link(deadline).ask(message, deadline, answered)
+            link = session.ensure_link(deadline)
         except MooncakeError as error:
-            answered(error)
+            return answered(error)
+        using(link)
+        link.ask(message, deadline, answered)
 
     link = session.link
     if link is not None and link.alive and link.writable():
@@ -193,6 +239,19 @@ def ask_soon(
         threads.start("te-ask", send)
     except Overloaded as error:
         answered(error)
+
+
+def ask_until_told(
+    session: Session, message: Request, deadline: float, answered: Callable[[Reply | MooncakeError], None]
+) -> None:
+    """`ask_soon` for a question that may be asked twice: when the link breaks under it, the peer is dialled and asked again."""
+
+    def told(what: Reply | MooncakeError) -> None:
+        if isinstance(what, LinkLost) and session.down is None and time.monotonic() < deadline:
+            return ask_soon(session, message, deadline, told)
+        answered(what)
+
+    ask_soon(session, message, deadline, told)
 
 
 def describe(regions: RegionTable, *, mappable: bool) -> list[RegionInfo]:

@@ -1,4 +1,4 @@
-"""Single small requests over tcp: the short way must end like the long one."""
+"""Single small requests: the short way must end like the long one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.transfer_engine.conftest import TOKEN
+from tests.transfer_engine.conftest import TOKEN, InProcess
 from tests.transfer_engine.peer import Peer
 from transfer_engine import (
     EngineConfig,
@@ -27,12 +27,15 @@ from transfer_engine import (
 
 
 class _Setting:
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer | InProcess, way: str = "tcp") -> None:
         self.peer = peer
-        self.engine = TransferEngine(EngineConfig(transports=("tcp",), cluster_token=TOKEN))
+        mapping = way != "shm-cma"
+        self.engine = TransferEngine(
+            EngineConfig(transports=(way.split("-")[0],), cluster_token=TOKEN, shm_mapping=mapping)
+        )
         self.local = np.zeros(1 << 20, np.uint8)
         self.at = self.engine.register_buffer(self.local)
-        self.base: int = peer.call("allocate", 1 << 20, False)
+        self.base: int = peer.call("allocate", 1 << 20, way == "shm-mapped")
         self.segment: SegmentHandle = self.engine.open_segment(peer.address)
         self.engine.transfer_sync([self.request(Opcode.READ, 8)], 5.0)  # dials
 
@@ -41,6 +44,16 @@ class _Setting:
 
     def short(self, request: TransferRequest, deadline_s: float = 5.0) -> TransferStatus | None:
         return self.engine._express.move([request], time.monotonic() + deadline_s)
+
+
+@pytest.fixture(params=["local", "shm-mapped", "shm-cma"])
+def copying(request: pytest.FixtureRequest) -> Iterator[_Setting]:
+    config = EngineConfig(cluster_token=TOKEN, transports=("local", "shm", "tcp"))
+    peer = InProcess(config) if request.param == "local" else Peer(config)
+    made = _Setting(peer, request.param)
+    yield made
+    made.engine.close()
+    peer.close()
 
 
 @pytest.fixture
@@ -63,6 +76,27 @@ def test_the_short_way_carries_the_bytes(setting: _Setting, length: int) -> None
     assert setting.short(setting.request(Opcode.READ, length, 10)) == done
     assert setting.local[: length + 20].tobytes() == bytes(10) + sent + bytes(10)
     assert setting.engine.stats()["transfer_requests"] == 3
+
+
+@pytest.mark.parametrize("length", [1, 4096, 65536])
+def test_copies_take_the_short_way_too(copying: _Setting, length: int) -> None:
+    copying.local[: length + 20] = np.random.default_rng(length).integers(1, 256, length + 20, dtype=np.uint8)
+    done = TransferStatus(TransferState.COMPLETED, length)
+    assert copying.short(copying.request(Opcode.WRITE, length, 10)) == done
+    sent = copying.local[10 : 10 + length].tobytes()
+    assert copying.peer.call("read", copying.base, length + 20) == bytes(10) + sent + bytes(10)
+    copying.local[:] = 0
+    assert copying.short(copying.request(Opcode.READ, length, 10)) == done
+    assert copying.local[: length + 20].tobytes() == bytes(10) + sent + bytes(10)
+
+
+def test_a_copy_outside_of_registered_memory_is_refused(copying: _Setting) -> None:
+    outside = copying.request(Opcode.READ, 8)._replace(target_offset=copying.base + (1 << 20) - 4)
+    assert copying.short(outside) is None
+    with pytest.raises(NotRegistered):
+        copying.engine.transfer_sync([outside], 5.0)
+    copying.engine.unregister_local_memory(copying.at)
+    assert copying.short(copying.request(Opcode.READ, 8)) is None
 
 
 def test_what_is_unusual_takes_the_long_way(setting: _Setting) -> None:

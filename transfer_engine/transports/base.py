@@ -19,6 +19,7 @@ from transfer_engine.lanes import Job, Slice
 from transfer_engine.memory import Region, RegionTable
 from transfer_engine.protocol import EndpointOffer, NicInfo, Reply
 from transfer_engine.segment import PeerRecord, Session
+from transfer_engine.types import Opcode
 
 
 class Stats:
@@ -57,6 +58,14 @@ class Stats:
     def snapshot(self) -> dict[str, float]:
         with self._lock:
             return dict(self._counts)
+
+
+def counted(transport: str) -> dict[Opcode, tuple[str, str, str]]:
+    """Names of a transport's counters of bytes, slices and seconds, by direction."""
+    return {
+        opcode: (f"{transport}_{name}_bytes", f"{transport}_{name}_slices", f"{transport}_{name}_seconds")
+        for opcode, name in ((Opcode.READ, "read"), (Opcode.WRITE, "write"))
+    }
 
 
 class Host(Protocol):

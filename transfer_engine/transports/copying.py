@@ -23,12 +23,12 @@ from mooncake.common.errors import (
 )
 from transfer_engine.config import MAX_IOV
 from transfer_engine.lanes import Job, Lane, Slice
-from transfer_engine.memory import HOST, Hold, Located
+from transfer_engine.memory import HOST, Hold, Located, Region
 from transfer_engine.segment import Session
 from transfer_engine.slices import coalesce, slice_size
 from transfer_engine.transports import sysio
-from transfer_engine.transports.base import Host
-from transfer_engine.types import Opcode
+from transfer_engine.transports.base import Host, counted
+from transfer_engine.types import Opcode, TransferState, TransferStatus
 
 INLINE_BYTES = 64 << 10
 """A job up to this size is copied by the submitting thread: waking another would take longer."""
@@ -46,6 +46,7 @@ class CopyTransport:
     def __init__(self, engine: Host) -> None:
         self.engine = engine
         self.lane = Lane(f"te-{self.name}", engine.config.copy_threads, self._work)
+        self._counted = counted(self.name)
 
     def reaches(self, session: Session) -> bool:
         raise NotImplementedError
@@ -81,6 +82,30 @@ class CopyTransport:
         size = slice_size(job.n_bytes, config.copy_threads, config.slice_min_bytes, config.slice_bytes)
         if not self.lane.push(job, job.cut(size, MAX_IOV)):
             job.submission.abort_closed()
+
+    def exchange(
+        self, session: Session, opcode: Opcode, source: int, offset: int, length: int, deadline: float
+    ) -> TransferStatus | None:
+        """Copy one range of host memory on the caller's thread. None: it takes the long way, which also says what is wrong."""
+        if time.monotonic() >= deadline:
+            return None
+        theirs = session.regions.hold_one(offset, length)
+        if theirs is None:
+            return None
+        began = time.perf_counter()
+        try:
+            if not self.usable(session, theirs):
+                return None
+            self._copy_one(session, theirs, opcode is Opcode.WRITE, source, offset, length)
+        except OSError:
+            return None
+        finally:
+            session.regions.release_one(theirs)
+        self.engine.counters.exchanged(self._counted[opcode], length, time.perf_counter() - began)
+        return TransferStatus(TransferState.COMPLETED, length)
+
+    def _copy_one(self, session: Session, theirs: Region, write: bool, source: int, offset: int, length: int) -> None:
+        raise NotImplementedError
 
     def _work(self, lane: Lane) -> None:
         while not lane.closed:

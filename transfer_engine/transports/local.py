@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from transfer_engine.lanes import Slice
-from transfer_engine.memory import Hold
+from transfer_engine.memory import Hold, Region
 from transfer_engine.segment import Session
 from transfer_engine.slices import coalesce
 from transfer_engine.transports import sysio
@@ -22,6 +22,9 @@ class LocalTransport(CopyTransport):
 
     def usable(self, session: Session, region: object) -> bool:
         return True
+
+    def _copy_one(self, session: Session, theirs: Region, write: bool, source: int, offset: int, length: int) -> None:
+        sysio.copy_one(offset, source, length) if write else sysio.copy_one(source, offset, length)
 
     def _copy(self, piece: Slice, session: Session, hold: Hold) -> None:
         if self.engine.memory.has_devices or session.regions.has_devices:

@@ -50,6 +50,13 @@ class ShmTransport(CopyTransport):
                 session.cross_copy_ok = False
         return session.cross_copy_ok
 
+    def _copy_one(self, session: Session, theirs: Region, write: bool, source: int, offset: int, length: int) -> None:
+        if isinstance(theirs.backing, Mapping):
+            here = (offset + theirs.backing.delta) & ((1 << 64) - 1)
+            return sysio.copy_one(here, source, length) if write else sysio.copy_one(source, here, length)
+        mine, far, count = (np.array([number], np.uint64) for number in (source, offset, length))
+        sysio.cross_copy(session.record.identity.pid, mine, far, count, write=write)
+
     def _copy(self, piece: Slice, session: Session, hold: Hold) -> None:
         local, remote, length = piece.columns.local, piece.columns.remote, piece.columns.length
         write = piece.job.opcode is Opcode.WRITE

@@ -263,10 +263,19 @@ def copy(target: U64, source: U64, length: U64) -> None:
             _self_copy = False
     rows = zip(target.tolist(), source.tolist(), length.tolist(), slow.tolist(), strict=True)
     for to, of, count, vectors in rows:
-        if vectors:
-            np.bitwise_or(_bytes_at(of, count), _ZERO, out=_bytes_at(to, count))
-        else:
-            _memmove(to, of, count)
+        _move(to, of, count, bool(vectors))
+
+
+def copy_one(target: int, source: int, length: int) -> None:
+    """`copy` of one range, without arrays."""
+    _move(target, source, length, length >= 2048 and 0 < (target - source) % 4096 < 64)
+
+
+def _move(target: int, source: int, length: int, vectors: bool) -> None:
+    if vectors:
+        np.bitwise_or(_bytes_at(source, length), _ZERO, out=_bytes_at(target, length))
+    else:
+        _memmove(target, source, length)
 
 
 def _bytes_at(address: int, count: int) -> npt.NDArray[np.uint8]:

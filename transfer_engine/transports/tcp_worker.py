@@ -24,17 +24,14 @@ from transfer_engine import handshake, sockets, tls
 from transfer_engine.lanes import Job, Lane, Slice
 from transfer_engine.protocol import Ping, StreamClose
 from transfer_engine.segment import Session, parse_address
-from transfer_engine.transports.base import Host
+from transfer_engine.transports.base import Host, counted
 from transfer_engine.transports.tcp_stream import GiveUp, Outstanding, Stalled, TcpStream
 from transfer_engine.types import Opcode, TransferState, TransferStatus
 
 WINDOW = 3
 _CONFIRM_S = 0.25
 _PING_S = 0.5
-_COUNTED = {
-    opcode: (f"tcp_{name}_bytes", f"tcp_{name}_slices", f"tcp_{name}_seconds")
-    for opcode, name in ((Opcode.READ, "read"), (Opcode.WRITE, "write"))
-}
+_COUNTED = counted("tcp")
 
 
 class Owner(Protocol):

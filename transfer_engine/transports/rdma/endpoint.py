@@ -51,7 +51,8 @@ class Posted:
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """`due` is when the present state must be over; `innocent` slices do not pay an attempt for its end."""
+    """`due` is when the present state must be over; `innocent` slices do not pay an attempt for its end; `link` is the control
+    connection that it was asked for over, with which the target ends its side."""
 
     nic: Nic
     session: Session
@@ -77,6 +78,11 @@ class Endpoint:
     def busy(self) -> bool:
         """Must not be evicted: on its way in or out, or carrying slices."""
         return bool(self.out) or self.state is not EndpointState.READY
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the target ended its side because the control connection broke: that says nothing of the path."""
+        return self.link is not None and self.link.broken and self.session.down is None
 
     def room(self, config: EngineConfig, depth: int) -> bool:
         """Whether one more chain fits. Half of the completion queue is left to what dead queue pairs leave behind."""

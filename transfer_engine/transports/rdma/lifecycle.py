@@ -12,10 +12,17 @@ import uuid
 from collections.abc import Callable
 from typing import Protocol
 
-from mooncake.common.errors import MooncakeError, NotRegistered, PeerUnavailable, ProtocolViolation, TransferError
-from transfer_engine.link import unwrap
+from mooncake.common.errors import (
+    LinkLost,
+    MooncakeError,
+    NotRegistered,
+    PeerUnavailable,
+    ProtocolViolation,
+    TransferError,
+)
+from transfer_engine.link import Link, unwrap
 from transfer_engine.protocol import ConnectEndpoint, EndpointOffer, Reply, StreamClose
-from transfer_engine.segment import ask_soon
+from transfer_engine.segment import ask_soon, ask_until_told
 from transfer_engine.sieve import SievePool
 from transfer_engine.transports.base import Host
 from transfer_engine.transports.rdma.endpoint import Endpoint, EndpointState, Posted
@@ -92,8 +99,12 @@ class Lifecycle:
             except TransferError as error:
                 return self.broke(endpoint, error)
         self._engine.counters.add(rdma_connects=1)
+
+        def using(link: Link) -> None:
+            endpoint.link = link
+
         message = ConnectEndpoint(offer)
-        ask_soon(endpoint.session, message, endpoint.due, lambda what: self._answered(endpoint, what))
+        ask_soon(endpoint.session, message, endpoint.due, lambda what: self._answered(endpoint, what), using)
 
     def _answered(self, endpoint: Endpoint, what: Reply | MooncakeError) -> None:
         """On any thread, without the lock."""
@@ -103,9 +114,7 @@ class Lifecycle:
             if reply.endpoint is None:
                 raise ProtocolViolation("no endpoint in the answer")
         except MooncakeError as error:
-            session = endpoint.session
-            cut_off = session.down is None and (session.link is None or not session.link.alive)
-            # A control connection that broke under the question is dialled again, and says nothing of the path.
+            cut_off = isinstance(error, LinkLost) and endpoint.session.down is None
             with self._guard.lock:
                 return self.broke(endpoint, error, blame=not cut_off)
         offer = reply.endpoint
@@ -118,7 +127,6 @@ class Lifecycle:
                 return
             try:
                 endpoint.pair.connect(offer)
-                endpoint.link = endpoint.session.link
                 endpoint.send_probe()
             except TransferError as error:
                 self.broke(endpoint, error)
@@ -136,10 +144,11 @@ class Lifecycle:
         self.broke(endpoint, TransferError("closed"), blame=False)
 
     def broke(self, endpoint: Endpoint, error: MooncakeError, *, blame: bool = True) -> None:
-        """End an endpoint. `blame`: its path has failed, and the slices on it pay an attempt."""
+        """End an endpoint. `blame`: its path has failed, and the slices on it pay an attempt; not so if it was cut off."""
         if endpoint.state in (EndpointState.DYING, EndpointState.GONE):
             return
         now, peer = time.monotonic(), self._peers[endpoint]
+        blame = blame and not endpoint.cut_off
         if blame:
             peer.paths.failed(endpoint.path, now)
             peer.last_error = f"{endpoint.nic.name}: {error}"
@@ -192,7 +201,7 @@ class Lifecycle:
         def answered(what: Reply | MooncakeError) -> None:
             self._confirmed(endpoint, not isinstance(what, MooncakeError) and what.code == 0)
 
-        ask_soon(session, StreamClose(endpoint.stream_id, patience_s), deadline, answered)
+        ask_until_told(session, StreamClose(endpoint.stream_id, patience_s), deadline, answered)
 
     def _confirmed(self, endpoint: Endpoint, gone: bool) -> None:
         """Without the lock."""

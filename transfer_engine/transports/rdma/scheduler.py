@@ -167,11 +167,8 @@ class Scheduler:
         submission = piece.job.submission
         try:
             hold = endpoint.session.regions.hold(piece.columns.remote, piece.columns.length)
-        except MooncakeError as problem:
-            error = problem
-            if not endpoint.session.regions_known:  # they went with the control connection
-                return self._guard.later(lambda: self._ask_anew(piece))
-            return self._guard.later(lambda: submission.fail_slice(error))
+        except NotRegistered:  # they went with the control connection, or were revoked: the router finds out
+            return self._guard.later(lambda: self._ask_anew(piece))
         try:
             pieces = keyed(
                 piece, hold, self._engine.memory, endpoint.session.regions, endpoint.nic.device, endpoint.path.remote
