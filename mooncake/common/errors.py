@@ -120,6 +120,10 @@ class PeerUnavailable(TransferError):
     code = -900
 
 
+class LinkLost(PeerUnavailable):
+    """The control connection broke before the answer came. That says nothing of the peer: dial again and ask again."""
+
+
 class NotRegistered(TransferError):
     """An address range is not inside a registered memory region (of either side)."""
 
