@@ -23,6 +23,7 @@ from transfer_engine import (
     TransferState,
 )
 from transfer_engine.memory import Region
+from transfer_engine.segment import PeerRecord
 from transfer_engine.transports.rdma import verbs
 
 pytestmark = pytest.mark.elsewhere("fake")
@@ -294,17 +295,47 @@ def test_a_peer_that_restarted_is_another_peer(fabric: Fabric) -> None:
             _until(lambda: near.stats()["open_endpoints"] <= 2, "the dead instance's endpoints are gone")
 
 
-def test_a_lost_control_connection_costs_a_retry(sides: Sides) -> None:
-    sides.move(Opcode.WRITE)
+def _both_connected(sides: Sides) -> PeerRecord:
+    """What the target knows of the initiator, once both rails have their queue pairs."""
     record = sides.far.peers.get(sides.near.instance_id)
     assert record is not None
     _until(lambda: len(record.streams) == 2, "both NICs are connected")
-    for _ in range(5):
+    return record
+
+
+def test_a_lost_control_connection_costs_a_retry(sides: Sides) -> None:
+    sides.move(Opcode.WRITE)
+    record = _both_connected(sides)
+    for _ in range(30):
         batch = sides.start([sides.request(Opcode.WRITE)])
         for link in list(record.links):
             link.close()
         assert sides.near.wait(batch, 10).ok
         assert np.array_equal(sides.mine, sides.theirs)
+
+
+@pytest.mark.parametrize("opcode", BOTH)
+def test_control_connections_that_break_again_and_again_cost_retries(sides: Sides, opcode: Opcode) -> None:
+    sides.move(Opcode.WRITE)
+    cutting = threading.Event()
+
+    def cut() -> None:
+        side = 0
+        while not cutting.wait(0.02):
+            engine, other = ((sides.far, sides.near), (sides.near, sides.far))[side]
+            side = 1 - side
+            record = engine.peers.get(other.instance_id)
+            for link in list(record.links) if record is not None else []:
+                link.close()
+
+    cutter = threading.Thread(target=cut)
+    cutter.start()
+    try:
+        for _ in range(30):
+            sides.move(opcode)
+    finally:
+        cutting.set()
+        cutter.join()
 
 
 # --- bounds ---------------------------------------------------------------------------------------------------------
@@ -360,6 +391,7 @@ def test_idle_endpoints_are_closed_on_both_sides(fabric: Fabric) -> None:
 def test_ten_thousand_small_transfers_leave_nothing_behind(sides: Sides, fabric: Fabric) -> None:
     requests = [sides.request(Opcode.WRITE, 4096 * i, 4096) for i in range(500)]
     sides.near.transfer_sync(requests, 10.0)
+    _both_connected(sides)
     live, before = fabric.live_objects(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(20):
         sides.near.transfer_sync(requests, 10.0)
