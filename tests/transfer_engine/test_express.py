@@ -65,8 +65,7 @@ def setting() -> Iterator[_Setting]:
         made.engine.close()
 
 
-@pytest.mark.parametrize("length", [1, 4096, 8136, 8137, 65536])
-def test_the_short_way_carries_the_bytes(setting: _Setting, length: int) -> None:
+def _there_and_back(setting: _Setting, length: int) -> None:
     setting.local[: length + 20] = np.random.default_rng(length).integers(1, 256, length + 20, dtype=np.uint8)
     done = TransferStatus(TransferState.COMPLETED, length)
     assert setting.short(setting.request(Opcode.WRITE, length, 10)) == done
@@ -75,19 +74,17 @@ def test_the_short_way_carries_the_bytes(setting: _Setting, length: int) -> None
     setting.local[:] = 0
     assert setting.short(setting.request(Opcode.READ, length, 10)) == done
     assert setting.local[: length + 20].tobytes() == bytes(10) + sent + bytes(10)
+
+
+@pytest.mark.parametrize("length", [1, 4096, 8136, 8137, 65536])
+def test_the_short_way_carries_the_bytes(setting: _Setting, length: int) -> None:
+    _there_and_back(setting, length)
     assert setting.engine.stats()["transfer_requests"] == 3
 
 
 @pytest.mark.parametrize("length", [1, 4096, 65536])
 def test_copies_take_the_short_way_too(copying: _Setting, length: int) -> None:
-    copying.local[: length + 20] = np.random.default_rng(length).integers(1, 256, length + 20, dtype=np.uint8)
-    done = TransferStatus(TransferState.COMPLETED, length)
-    assert copying.short(copying.request(Opcode.WRITE, length, 10)) == done
-    sent = copying.local[10 : 10 + length].tobytes()
-    assert copying.peer.call("read", copying.base, length + 20) == bytes(10) + sent + bytes(10)
-    copying.local[:] = 0
-    assert copying.short(copying.request(Opcode.READ, length, 10)) == done
-    assert copying.local[: length + 20].tobytes() == bytes(10) + sent + bytes(10)
+    _there_and_back(copying, length)
 
 
 def test_a_copy_outside_of_registered_memory_is_refused(copying: _Setting) -> None:
