@@ -118,7 +118,7 @@ def test_many_more_transfers_leave_nothing_behind(zygote: Zygote, way: str) -> N
     try:
         cluster.all("storm", 10_000 // PROCESSES)
         before: list[Usage] = cluster.all("usage")
-        cluster.all("storm", (100_000 if way == "tcp" else 30_000) // PROCESSES, timeout_s=200.0)
+        cluster.all("storm", 100_000 // PROCESSES, timeout_s=200.0)
         after: list[Usage] = cluster.all("usage")
         for then, now in zip(before, after, strict=True):
             print(then[:5], now[:5])
