@@ -129,10 +129,6 @@ class PathTable:
         for path in self.all() if paths is None else paths:
             path.rest_until = 0.0
 
-    def next_try(self) -> float | None:
-        """When the next resting path may be tried; None when none rests."""
-        return min((p.rest_until for p in self.all() if p.state is PathState.RESTING), default=None)
-
 
 def rank(local: int, gid: str, remote_gids: Sequence[str]) -> list[int]:
     """The peer's NICs in the order in which one of ours should use them: same subnet first (rails are often subnets of their
